@@ -24,10 +24,7 @@ from burst_plan.options import (
     Gpu,
     HeadDim,
     Heads,
-    InterGB,
-    IntraGB,
     KVHeads,
-    Latency,
     LatentText,
     LayoutText,
     MaskText,
@@ -36,7 +33,6 @@ from burst_plan.options import (
     RatesFile,
     RingOption,
     Seq,
-    Tflops,
     ValueDim,
     ranks_and_rates,
 )
@@ -100,10 +96,6 @@ def explain(
     overlap: Overlap = True,
     gpu: Gpu = None,
     rates_file: RatesFile = None,
-    intra_gb: IntraGB = None,
-    inter_gb: InterGB = None,
-    tflops: Tflops = None,
-    latency_us: Latency = None,
 ) -> None:
     """Predict the ways of a call on a cluster, and say which it takes by default and by "auto", and why."""
     import torch
@@ -127,7 +119,7 @@ def explain(
             value_dim=value_dim,
             latent=None if latent is None else latent_of(latent),
         )
-        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us, gpu)
+        where, rates = ranks_and_rates(cluster, rates_file, gpu)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other
         typer.echo(predict.explain(problem, where, rates, config, layout=layout, meshes=meshes))
     except REFUSED as error:
@@ -153,19 +145,10 @@ def draw(
     layout: LayoutText = "zigzag",
     gpu: Gpu = None,
     rates_file: RatesFile = None,
-    intra_gb: IntraGB = None,
-    inter_gb: InterGB = None,
-    tflops: Tflops = None,
-    latency_us: Latency = None,
     measure: Annotated[bool, typer.Option(help="Also run it on this machine's CPU, over gloo.")] = False,
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("timeline.png"),
-    trace: Annotated[Path, typer.Option(help="The trace, for chrome://tracing or ui.perfetto.dev.")] = Path(
-        "trace.json"
-    ),
-    mask_out: Annotated[
-        Path | None, typer.Option(help="The picture of the mask; default mask.png, beside the other picture.")
-    ] = None,
-    kernel: Annotated[str, typer.Option(help="Kernel to show tiles for; auto is the CPU's.")] = "auto",
+    out: Annotated[
+        Path, typer.Option(help="The picture; mask.png and trace.json are written beside.")
+    ] = Path("timeline.png"),
     scan: Annotated[bool, typer.Option(help="The scan of a delta rule's states instead, as a grid.")] = False,
 ) -> None:
     """Draw one pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask.
@@ -185,7 +168,7 @@ def draw(
     from burst_plan.words import tokens
 
     try:
-        out, mask_out = picture(out), picture(mask_out or out.with_name("mask.png"))
+        out, mask_out, trace = picture(out), out.with_name("mask.png"), out.with_name("trace.json")
         if direction not in tuple(Pass):
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
         pass_ = Pass(direction)
@@ -196,28 +179,18 @@ def draw(
             seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim, mask=mask, dtype=dtype,
         )  # fmt: skip
-        where, rates = ranks_and_rates(cluster, rates_file, intra_gb, inter_gb, tflops, latency_us, gpu)
+        where, rates = ranks_and_rates(cluster, rates_file, gpu)
         if scan:
             typer.echo(predict.scanned(problem, where, pass_, layout))
             return
         for path in (out, trace, mask_out):
             path.parent.mkdir(parents=True, exist_ok=True)
         check_writable(out, trace, mask_out)
-        drawing = predict.draw(
-            problem,
-            where,
-            rates,
-            pass_=pass_,
-            degree=head_parallel,
-            ring=ring,
-            mesh=config.mesh,
-            overlap=overlap,
-            layout=layout,
-        )
-        chosen = choose(kernel, problem.on_kernel)
+        drawing = predict.draw(problem, where, rates, config, pass_, layout)
+        chosen = choose("auto", problem.on_kernel)
         runs = {"predicted": drawing.timeline.events}
         if measure:
-            config = replace(config, layout=drawing.plan.layout, kernel=kernel)
+            config = replace(config, layout=drawing.plan.layout)
             runs["measured"] = registered("measure")(problem, where, pass_, config, rates)
     except (*REFUSED, OSError, RuntimeError) as error:
         _fail("draw", error)
@@ -292,7 +265,7 @@ def plan(
     ] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="Mask of all layers, such as causal, full or window:4096; default: the model's."),
+        typer.Option(help="Mask of all layers, such as full or window:4096; default: the model's."),
     ] = None,
     gpu: Gpu = None,
     rates_file: RatesFile = None,
@@ -301,16 +274,13 @@ def plan(
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that is predicted as JSON.")
     ] = None,
     html_file: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write a page with sliders; it loads nothing."),
+        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with sliders.")
     ] = None,
     against: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Measured rows, as JSON; may be repeated."),
+        list[Path] | None, typer.Option(metavar="FILE", help="Measured rows, as JSON; may be repeated.")
     ] = None,
     calibrate: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Rows to which two numbers of their machines are fitted first."),
+        list[Path] | None, typer.Option(metavar="FILE", help="Rows that fit two numbers of machines first.")
     ] = None,
 ) -> None:
     """Predict every way to train a model, or measured figures (--against); predicted, not measured."""
@@ -368,21 +338,15 @@ def doctor(
     seq: Annotated[
         str | None, typer.Option(help="Tokens of the whole sequence, such as 4096, 128K or 1M; default 128K.")
     ] = None,
-    heads: Heads = 32,
-    kv_heads: Annotated[int, typer.Option(help="Number of K/V heads.")] = 8,
-    head_dim: HeadDim = 128,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    vocabulary: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 128256,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder with a model's config.json, a preset such as 7b, or arguments of Megatron; replaces "
-            "--heads to --vocabulary. Megatron's arguments are examined if there is no JSON file."
+            help="Folder with a model's config.json, a preset such as 7b (default: llama3-8b), or arguments "
+            "of Megatron, which are examined if there is no JSON file."
         ),
     ] = None,
     device: Annotated[
-        str,
-        typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device."),
+        str, typer.Option(help="Machine to predict for, such as h100 or l20; here: this machine's device.")
     ] = "here",
     gpu: Gpu = None,
     rates_file: RatesFile = None,
@@ -395,7 +359,6 @@ def doctor(
     from burst_mcore.machines import machine
     from burst_mcore.rates import Rates
     from burst_plan.doctor.checkup import HERE, Asked, checkup
-    from burst_plan.step.model import Model
     from burst_plan.words import gpu as described
 
     if reference:
@@ -404,21 +367,12 @@ def doctor(
     try:
         if gpu is not None and device != HERE:
             raise ValueError(f"--gpu and --device {device}: give one of them")
-        sizes = Model(
-            layers=layers, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim,
-            vocab=vocabulary, hidden=heads * head_dim, ffn=heads * head_dim * 7 // 2,
-        )  # fmt: skip
-        nodes = -(-(world or 1) // (per_node or 8))
-        kind = (
-            described(gpu, min(world or 2, per_node or 8), nodes)
-            if gpu
-            else None
-            if device == HERE
-            else machine(device)
-        )
+        kind = None if device == HERE else machine(device)
+        if gpu:
+            kind = described(gpu, min(world or 2, per_node or 8), -(-(world or 1) // (per_node or 8)))
         rates = None if rates_file is None else Rates.load(rates_file)
         asked = Asked(seq=seq, world=world, per_node=per_node, machine=kind, rates=rates)
-        typer.echo("\n".join(list(checkup(config, model, sizes, asked))))
+        typer.echo("\n".join(list(checkup(config, model, asked))))
     except REFUSED as error:
         _fail("doctor", error)
 
@@ -426,8 +380,7 @@ def doctor(
 @app.command()
 def patch(
     check: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Name the version of a tree, and whether the tree is patched."),
+        Path | None, typer.Option(metavar="DIR", help="Name a tree's version, and whether it is patched.")
     ] = None,
     apply: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Patch a tree; a second time changes nothing.")
@@ -436,29 +389,23 @@ def patch(
         Path | None, typer.Option(metavar="DIR", help="Remove all lines that a patch added.")
     ] = None,
     show: Annotated[
-        Path | None,
-        typer.Option(
-            "--print", metavar="DIR", help="Print the patch for git apply --unidiff-zero in that tree."
-        ),
+        Path | None, typer.Option("--print", metavar="DIR", help="Print it for git apply --unidiff-zero.")
     ] = None,
     options: Annotated[
-        bool,
-        typer.Option(
-            "--options", help="Add all other flags, too: layouts, recompute policies, the fused loss."
-        ),
+        bool, typer.Option(help="Add all other flags, too: layouts, recompute policies, the fused loss.")
     ] = False,
 ) -> None:
     """Add --context-parallel-attention-backend to a tree of Megatron's source. DIR holds megatron/core."""
     from burst_plan.patch import trees
 
     name = trees.OPTIONS if options else trees.BACKEND
-    actions = {trees.check: check, trees.apply: apply, trees.revert: revert, trees.show: show}
+    actions = {"check": check, "apply": apply, "revert": revert, "numbered": show}
     asked = [(act, folder) for act, folder in actions.items() if folder is not None]
     try:
         if len(asked) != 1:
             raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(asked)}")
         ((act, folder),) = asked
-        typer.echo(act(trees.Tree(folder), name), nl=False)
+        typer.echo(getattr(trees.Tree(folder), act)(name), nl=False)
     except (trees.UnknownTreeError, OSError) as error:
         _fail("patch", error)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,11 +17,7 @@ Seq = Annotated[str, typer.Option(help="Tokens of the whole sequence, such as 40
 HeadDim = Annotated[int, typer.Option(help="Size of a head.")]
 ValueDim = Annotated[int | None, typer.Option(help="Size of a head of V; default: that of Q and K.")]
 LatentText = Annotated[
-    str | None,
-    typer.Option(
-        "--latent",
-        help="Multi-latent attention: what travels for K and V, a latent + a rope key such as 512+64.",
-    ),
+    str | None, typer.Option(help="Multi-latent attention: latent + rope key that travel, such as 512+64.")
 ]
 BatchOption = Annotated[int, typer.Option(help="Sequences in a batch.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
@@ -31,15 +25,13 @@ ClusterOption = Annotated[
     str, typer.Option(help="Nodes x ranks of a node, such as 4x8; with a machine, such as a800:4x8.")
 ]
 MaskText = Annotated[
-    str,
-    typer.Option("--mask", help="Mask, such as causal, full, window:4096 or 'causal & documents:random,64'."),
+    str, typer.Option(help="Mask, such as causal, full, window:4096 or 'causal & documents:random,64'.")
 ]
 LayoutText = Annotated[
     str,
     typer.Option(
-        "--layout",
         help="zigzag, contiguous, striped, stacked-zigzag:K, block-striped:B or zigzag-documents; auto "
-        "balances the mask.",
+        "balances the mask."
     ),
 ]
 RingOption = Annotated[
@@ -49,10 +41,6 @@ MeshOption = Annotated[
     str, typer.Option(help="Rings side by side: none, or rows x columns as 2x4; explain also takes auto.")
 ]
 Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
-IntraGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to ranks of its node, in GB/s.")]
-InterGB = Annotated[float | None, typer.Option(help="Bandwidth from a rank to other nodes, in GB/s.")]
-Tflops = Annotated[float | None, typer.Option(help="Speed of the kernel in both passes, in TFLOP/s.")]
-Latency = Annotated[float | None, typer.Option(help="Latency of a message, in microseconds.")]
 Gpu = Annotated[
     str | None,
     typer.Option(
@@ -66,16 +54,8 @@ RatesFile = Annotated[
 ]
 
 
-def ranks_and_rates(
-    cluster: str,
-    rates_file: Path | None,
-    intra_gb: float | None,
-    inter_gb: float | None,
-    tflops: float | None,
-    latency_us: float | None,
-    gpu: str | None = None,
-) -> tuple[Ranks, Rates]:
-    """Return the ranks and the rates that options name; single numbers replace those of the machine."""
+def ranks_and_rates(cluster: str, rates_file: Path | None, gpu: str | None) -> tuple[Ranks, Rates]:
+    """Return the ranks and the rates that options name."""
     import torch
 
     from burst_mcore.machines import MACHINES, default_rates
@@ -88,19 +68,7 @@ def ranks_and_rates(
             f"--rates {rates_file} and a machine by --cluster {cluster} or --gpu: give one of them"
         )
     if rates_file is not None:
-        rates = Rates.load(rates_file)
-    elif machine is None and torch.cuda.is_available():
-        rates = default_rates("cuda")
-    else:
-        rates = (machine or MACHINES["A800"]).rates
-    values: dict[str, Any] = {}
-    for name, number, unit in (
-        ("intra", intra_gb, 1e9),
-        ("inter", inter_gb, 1e9),
-        ("compute", tflops, 1e12),
-        ("latency", latency_us, 1e-6),
-    ):
-        values |= {} if number is None else {name: number * unit}
-    if tflops is not None:  # all that the kernel takes
-        values |= {"backward": None, "exponentials": math.inf, "fill": 0.0}
-    return where, replace(rates, **values)
+        return where, Rates.load(rates_file)
+    if machine is None and torch.cuda.is_available():
+        return where, default_rates("cuda")
+    return where, (machine or MACHINES["A800"]).rates

@@ -15,10 +15,8 @@ import torch
 from burst_mcore.version import __version__
 
 PACKAGES = "burst_mcore", "burst_plan", "burst_bench"
-LIBRARIES = (
-    *("megatron-core", "deepspeed", "transformers", "triton", "flash-attn", "flash_attn_3", "flash-attn-4"),
-    *("transformer-engine", "liger-kernel", "cut-cross-entropy"),
-)
+LIBRARIES = """megatron-core deepspeed transformers triton flash-attn flash_attn_3 flash-attn-4
+transformer-engine liger-kernel cut-cross-entropy"""
 """Packages whose versions are told, where they are installed."""
 
 
@@ -32,7 +30,7 @@ def made_by(device: str) -> dict[str, Any]:
 def versions(device: str) -> dict[str, str]:
     """Return the versions of Python, torch, the installed libraries, and the GPU's driver."""
     known = {"burst_mcore": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for package in LIBRARIES:
+    for package in LIBRARIES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             known[package] = metadata.version(package)
     if device == "cuda":

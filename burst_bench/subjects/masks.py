@@ -20,6 +20,7 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.config import BurstConfig
 from burst_mcore.layout import shard
 from burst_mcore.layout.balance import imbalance, keys_per_query
 from burst_mcore.machines import CPU
@@ -95,14 +96,12 @@ class MaskCase(RingCase):
             yield method, "masked dense / this", table.over(("masked dense", "cpu"), mine)
             ratios = table.over(mine, ("dense kernel", "cpu"))
             yield method, "cpu a pair / dense", [ratio * per_pair for ratio in ratios]
-        drawing = draw(
-            self, Ranks(self.ranks, self.ranks), CPU, pass_=Pass.FORWARD, degree=1, ring="auto",
-            overlap=True, layout=self.layout,
-        )  # fmt: skip
+        ranks = Ranks(self.ranks, self.ranks)
+        drawing = draw(self, ranks, CPU, BurstConfig(ring="auto"), Pass.FORWARD, self.layout)
         width = 2 * self.heads * self.head_dim * DTYPES[self.dtype].itemsize
         yield "plan", "busiest / mean", [imbalance(self.dealt, self.seen, n, self.ranks)]
-        yield "plan", "sent", [sum(drawing.sent.values())]
-        yield "plan", "all-gather", [sum(drawing.sent_dense.values())]
+        for name, number in (("sent", 0), ("all-gather", 1)):
+            yield "plan", name, [sum(bytes_[number] for bytes_ in drawing.sent.values())]
         yield "plan", "least", [drawing.plan.reading(of_queries=False).elsewhere * width]
 
     def bars(self, device: str) -> Sequence[Bar]:

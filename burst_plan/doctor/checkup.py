@@ -27,7 +27,7 @@ from burst_plan.step.planned import length_of, recommendation
 from burst_plan.step.search import search
 from burst_plan.words import mask_of
 
-DEFAULT_LENGTH = "128K"
+DEFAULT_LENGTH, DEFAULT_MODEL = "128K", "llama3-8b"
 HERE = "here"
 """The device that this machine has, as a word beside the names of machines."""
 
@@ -57,18 +57,17 @@ class Asked:
         return self.per_node or min(world, 8)
 
 
-def checkup(config: Path | None, model: str | None, sizes: Model, asked: Asked) -> Iterator[str]:
+def checkup(config: Path | None, model: str | None, asked: Asked) -> Iterator[str]:
     """Yield what a configuration will do, whether it fits, and what would be faster.
 
     Args:
         config: DeepSpeed's JSON; without it the arguments of Megatron in `model`, or no configuration at all.
-        sizes: of the model where `model` is None.
 
     Raises:
         ValueError: words that are not legal, or contradict each other; what `initialize` would refuse.
     """
     if config is not None:
-        return chain(_of_json(config, model, sizes, asked), [installed()])
+        return chain(_of_json(config, model or DEFAULT_MODEL, asked), [installed()])
     if model is None:
         raise ValueError(
             "no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json, or Megatron's "
@@ -94,13 +93,11 @@ def installed() -> str:
     return f"packages here: {there or 'none'}; not here: {lacks or 'none'}"
 
 
-def _of_json(config: Path, model: str | None, sizes: Model, asked: Asked) -> Iterator[str]:
+def _of_json(config: Path, model: str, asked: Asked) -> Iterator[str]:
     """Yield what DeepSpeed's JSON will do; the part of the step's model where it knows all settings."""
     quiet()
-    settings, family = config_dict(config), None
-    length = asked.length(None if model is None else _length_alone(model).get("seq"))
-    if model is not None:
-        sizes, family = _sizes(model)
+    settings, length = config_dict(config), asked.length(_length_alone(model).get("seq"))
+    sizes, family = _sizes(model)
     size = settings.get("sequence_parallel_size", 1)
     world = asked.world or (size if isinstance(size, int) and size > 0 else 1)
     mask = sizes.mask(length)

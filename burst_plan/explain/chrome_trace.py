@@ -21,18 +21,9 @@ def chrome_trace(runs: Mapping[str, Sequence[Event]]) -> str:
         for event in sorted(events_of_run, key=lambda e: (e.rank, e.lane != "compute", e.lane, e.started)):
             process = processes.setdefault((run, event.rank), len(processes))
             lane = lanes.setdefault((run, event.rank, event.lane), len(lanes))
-            events.append(
-                {
-                    "name": event.label,
-                    "cat": event.lane,
-                    "ph": "X",
-                    "ts": event.started * 1e6,
-                    "dur": (event.ended - event.started) * 1e6,
-                    "args": {"posted": event.posted * 1e6},
-                    "pid": process,
-                    "tid": lane,
-                }
-            )
+            begin, length = event.started * 1e6, (event.ended - event.started) * 1e6
+            span = {"name": event.label, "cat": event.lane, "ph": "X", "ts": begin, "dur": length}
+            events.append(span | {"args": {"posted": event.posted * 1e6}, "pid": process, "tid": lane})
     for (run, rank), process in processes.items():
         events.append(_name("process_name", process, 0, f"{run}, rank {rank}"))
     for (run, rank, name), lane in lanes.items():

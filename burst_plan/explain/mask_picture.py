@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 from pathlib import Path
 from textwrap import fill
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
+from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
 from burst_plan.explain.pairs import met_at, pairs_at
 
 CELLS = 512
 """Cells a side, at most, of the mask's picture."""
-SAMPLES = 16
-"""Query rows of a cell, at most, whose keys are counted; evenly spaced."""
 SHOWN = 8
 """Ranks, at most, whose tiles are drawn; evenly spaced."""
 LISTED = 16
@@ -66,48 +66,19 @@ def save_mask(plan: Plan, route: Route, pass_: Pass, kernel: Kernel, title: str,
 def raster(mask: Mask, n: int, cells: int = CELLS) -> Tensor:
     """Return the allowed share of each cell's pairs, float64 [cells, cells], queries down, keys across.
 
-    There are n cells a side if n is less. Exact for up to SAMPLES query rows a cell.
+    Cells are as large, but for the last ones; there are n cells a side if n is less.
 
     Raises:
         ValueError: the mask does not go with n tokens.
     """
-    edges = edges_of(n, cells)
-    bands, found = mask.bands(n), []
-    for first, last in pairwise(edges.tolist()):
-        near = bands[(bands[:, 0] < last) & (first < bands[:, 1])]
-        rows = torch.linspace(first, last - 1, min(SAMPLES, last - first), dtype=torch.float64).round().long()
-        found.append(_keys_in_cells(rows, near, edges, mask.stride) / (len(rows) * edges.diff()).double())
-    return torch.stack(found)
+    sizes = edges_of(n, cells).diff()
+    return pairs_between(Layout("contiguous"), mask, n, len(sizes)) / (sizes[:, None] * sizes).double()
 
 
 def edges_of(n: int, cells: int = CELLS) -> Tensor:
     """Return the edges of the picture's cells, int64 [cells + 1]."""
-    cells = min(cells, n)
-    return torch.arange(cells + 1) * n // cells
-
-
-def _keys_in_cells(rows: Tensor, bands: Tensor, edges: Tensor, step: int) -> Tensor:
-    """Return how many keys of each cell the queries at `rows` see in all, int64 [cells].
-
-    A row's keys are intervals; those of an interval below x are whole cells, and a part of the cell of x.
-    """
-    q0, q1, k0, k1, low, high = bands.unbind(1)
-    query = rows[:, None]
-    first, past = torch.maximum(k0, query + low), torch.minimum(k1, query + high + 1)
-    row, band = ((query >= q0) & (query < q1) & (first < past)).nonzero().unbind(1)
-    cells = len(edges) - 1
-    whole, part = torch.zeros(len(rows), cells, dtype=torch.int64), torch.zeros(cells, dtype=torch.int64)
-    for sign, bound in ((1, past[row, band]), (-1, first[row, band])):
-        cell = (torch.searchsorted(edges, bound, right=True) - 1).clamp(max=cells - 1)
-        part.index_add_(0, cell, sign * _multiples(edges[cell], bound, rows[row], step))
-        whole.index_put_((row, cell), torch.full_like(cell, sign), accumulate=True)
-    beyond = whole.flip(1).cumsum(1).flip(1) - whole  # bounds in later cells
-    return part + (beyond * _multiples(edges[:-1], edges[1:], query, step)).sum(0)
-
-
-def _multiples(first: Tensor, past: Tensor, query: Tensor, step: int) -> Tensor:
-    """Return how many keys of [first, past) are a multiple of `step` away from the query."""
-    return (past - 1 - query) // step - (first - 1 - query) // step
+    size = -(-n // min(cells, n))
+    return (torch.arange(-(-n // size) + 1) * size).clamp(max=n)
 
 
 def owners(plan: Plan, edges: Tensor) -> Tensor:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from burst_mcore.attention.autotune.candidate import Candidate
@@ -18,7 +14,7 @@ from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.question import Question, settings_of
 from burst_mcore.attention.autotune.search import candidates, costed, tried
 from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.autotune.ways import Mesh, Ranks, legal_degrees
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
@@ -28,7 +24,6 @@ from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, machine
 from burst_mcore.rates import Rates
 from burst_mcore.recurrent.scan import scan
-from burst_plan.explain.least import Share, least
 from burst_plan.explain.pairs import unevenness
 from burst_plan.explain.problem import DTYPES, LayerProblem
 from burst_plan.explain.verify import verify
@@ -37,8 +32,6 @@ from burst_plan.words import document_ends, gpu, in_words
 
 MOST_RANKS = 16384
 """The largest cluster: tables of pairs of ranks take 2 GB there."""
-LARGE = 512
-"""Ranks from which on several processes are worth their start."""
 
 
 def cluster(text: str, described: str | None = None) -> tuple[Ranks, Machine | None]:
@@ -118,10 +111,9 @@ def explain(
         ValueError: as `layout_of`, or no degree of head parallelism goes with the mesh.
     """
     question = question_of(problem, ranks, rates, layout_of(layout, problem, ranks))
-    of_kind, shard = question.typical, question.shard
+    of_kind = question.typical
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
-    of_degree = partial(costed, config, of_kind, meshes=meshes)  # none where a degree does not go with a mesh
-    found = [each for of_one in _in_parallel(of_degree, degrees, ranks) for each in of_one]
+    found = costed(config, of_kind, tuple(degrees), meshes=meshes)  # none where no degree goes with a mesh
     if not found:
         raise ValueError(
             f"mesh {config.mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "
@@ -139,22 +131,18 @@ def explain(
         for word, c in chosen.items()
     )
     ordered = sorted(found, key=lambda each: (each.seconds, _way(each) != _way(chosen["auto"])))
-    bound = _bound(shard, ranks)
-    shown = table([_row(c, chosen, bound) for c in ordered], LESS, floatfmt=".4g")
+    shown = table([_row(c, chosen) for c in ordered], LESS, floatfmt=".4g")
     route, direction = chosen["auto"].route, chosen["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
     uneven = max(unevenness(plan, route, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
-    ends, kind = (
-        of_kind.mask.document_ends,
-        "documents count as {} tokens on average, for any batch of this kind\n",
-    )
+    ends = of_kind.mask.document_ends
+    kind = "documents count as {} tokens on average, for any batch of this kind\n"
     return (
         f"{shown}\n\n{''.join(told)}"
         f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{'' if ends is None else kind.format(int(ends[-1]) // (len(ends) - 1))}"
         f'marked *: the way of a call by default, +: by all "auto", !: of settings alone; times are of the\n'
         f"slowest rank, MB what a rank sends on average; exposed: time in which its kernel does not run;\n"
-        f"{bound}\n"
         f"(predicted, not measured: {in_words(rates)})"
     )
 
@@ -173,48 +161,14 @@ def _settings(chosen: Candidate) -> str:
     return ", ".join([*words, f"backward={chosen.direction!r}"])
 
 
-def _in_parallel(
-    of_degrees: Callable[[tuple[int, ...]], tuple[Candidate, ...]], degrees: Sequence[int], ranks: Ranks
-) -> Iterable[tuple[Candidate, ...]]:
-    """Cost the degrees one by one; on large clusters, where that takes seconds, in several processes."""
-    alone = [(degree,) for degree in degrees]
-    if ranks.size < LARGE:
-        return map(of_degrees, alone)
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(of_degrees, alone))
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """The bytes that a rank must send, forward and backward, over the slowest links of the cluster."""
-
-    link: Link
-    bytes: float
-
-    def over(self, candidate: Candidate) -> float | None:
-        """Return how many times the bound a way sends; None where nothing must be sent."""
-        sent = candidate.inter_bytes if self.link == Link.INTER else candidate.intra_bytes
-        return sent / self.bytes if self.bytes else None
-
-    def __str__(self) -> str:
-        where = "between nodes" if self.link == Link.INTER else "within the node"
-        return f"bound: {self.bytes / 1e6:.4g} MB {where}, which any way sends if no mask spares rows"
-
-
 LESS = (
-    "resident MB", "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "inter / bound",
-    "intra / bound", "forward ms", "backward ms",
+    "resident MB", "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "forward ms",
+    "backward ms",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the first first."""
 
 
-def _bound(shard: Shard, ranks: Ranks) -> _Bound:
-    across = ranks.size > ranks.intra
-    places = ranks.size // ranks.intra if across else ranks.size
-    return _Bound(Link.INTER if across else Link.INTRA, 2 * least(Share.of(shard), places))
-
-
-def _row(candidate: Candidate, chosen: Mapping[str, Candidate], bound: _Bound) -> dict[str, Any]:
+def _row(candidate: Candidate, chosen: Mapping[str, Candidate]) -> dict[str, Any]:
     route, marks = candidate.route, {"default": "*", "auto": "+", "mesh": "", "by name": "!"}
     return {
         "": "".join(marks[word] for word, each in chosen.items() if _way(each) == _way(candidate)),
@@ -230,7 +184,6 @@ def _row(candidate: Candidate, chosen: Mapping[str, Candidate], bound: _Bound) -
         "resident MB": candidate.resident_bytes / 1e6,
         "inter MB": candidate.inter_bytes / 1e6,
         "intra MB": candidate.intra_bytes / 1e6,
-        f"{bound.link} / bound": bound.over(candidate),
     }
 
 
@@ -244,37 +197,30 @@ class Drawing:
     plan: Plan
     why: str
     """Why this way round, or this ring, and no other."""
-    sent: Mapping[Link, int]
-    """Bytes that all ranks send in the pass, by link ("intra", "inter")."""
-    sent_dense: Mapping[Link, int]
-    """The same if every row were read by all."""
+    sent: Mapping[Link, tuple[int, int]]
+    """Bytes that all ranks send in the pass, by link ("intra", "inter"): here, and if all read every row."""
 
 
 def draw(
     problem: LayerProblem,
     ranks: Ranks,
     rates: Rates,
-    *,
+    config: BurstConfig,
     pass_: Pass,
-    degree: int,
-    ring: str,
-    overlap: bool,
     layout: str = "zigzag",
-    mesh: Mesh = "none",
 ) -> Drawing:
     """Return the schedule of a pass, and when every rank does what.
 
-    The way is the one that a call with these choices takes: the best ring for "auto", and of a ring the
+    The way is the one that a call with these settings takes: the best ring for "auto", and of a ring the
     better way round.
 
     Raises:
-        ValueError: `degree` ranks cannot share the heads, or do not go with the mesh, or as `layout_of`.
+        ValueError: ranks cannot share the heads so, or do not go with the mesh, or as `layout_of`.
     """
     dealt = layout_of(layout, problem, ranks)
     question = question_of(problem, ranks, rates, dealt)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
-    config = BurstConfig(ring=ring, overlap=overlap, mesh=mesh, backward=backward, head_parallel=degree)
-    ways = candidates(question.typical, settings_of(config, question))
+    ways = candidates(question.typical, settings_of(replace(config, backward=backward), question))
     chosen, shard = best(ways), question.shard
     route = chosen.route
     plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
@@ -283,15 +229,10 @@ def draw(
     seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action
     drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
     verify(drawn, ranks.intra)
-    return Drawing(
-        route,
-        drawn,
-        play(drawn, sizes, seconds, ranks.intra, rates),
-        plan,
-        reason(chosen, ways),
-        _sent(drawn, sizes, ranks.intra),
-        _sent(schedule(route, pass_), sizes, ranks.intra),
-    )
+    sent, dense = (_sent(each, sizes, ranks.intra) for each in (drawn, schedule(route, pass_)))
+    timeline = play(drawn, sizes, seconds, ranks.intra, rates)
+    both = {link: (sent[link], dense[link]) for link in sent}
+    return Drawing(route, drawn, timeline, plan, reason(chosen, ways), both)
 
 
 def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> str:
@@ -334,12 +275,8 @@ def summary(drawing: Drawing) -> str:
     read = plan.reading(of_queries=of_queries).elsewhere
     whole = max(1, plan.rows * plan.size * (plan.size - 1))
     reads = f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
-    sent = ", ".join(
-        f"{link} {_short(size)} of {_short(dense)}"
-        for link, size in drawing.sent.items()
-        for dense in [drawing.sent_dense[link]]
-        if dense
-    )
+    sizes = drawing.sent.items()
+    sent = ", ".join(f"{link} {_short(size)} of {_short(dense)}" for link, (size, dense) in sizes if dense)
     return (
         f"layout: {plan.layout}\n"
         f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys travel {keys:.3f}, "

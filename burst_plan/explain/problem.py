@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -96,7 +97,6 @@ def latent_of(text: str) -> tuple[int, int]:
     Raises:
         ValueError: other words.
     """
-    widths = text.split("+")
-    if len(widths) != 2 or not all(width.isdecimal() and int(width) for width in widths):
+    if (widths := re.fullmatch(r"(0*[1-9]\d*)\+(0*[1-9]\d*)", text)) is None:
         raise ValueError(f"a latent is its width + that of the rope key, such as 512+64, got {text!r}")
-    return int(widths[0]), int(widths[1])
+    return int(widths[1]), int(widths[2])

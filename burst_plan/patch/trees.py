@@ -58,27 +58,34 @@ class Tree:
             oldest, newest = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
             raise UnknownTreeError(f"{root} has {self.version}: the patches serve {oldest} to {newest}")
 
-    def has(self, name: str) -> bool:
-        """Return whether the tree has a patch.
+    def check(self, name: str) -> str:
+        """Say which version the tree has, and whether it has a patch.
 
         Raises:
             UnknownTreeError: the source around a place is of no known version, or was edited by hand.
         """
-        return all(insertion.is_in(file.lines) for file in self._files(name) for insertion in file.insertions)
+        there = all(each.is_in(file.lines) for file in self._files(name) for each in file.insertions)
+        return self._told(f"{name}.patch {'is there' if there else 'fits'}")
 
-    def apply(self, name: str) -> int:
-        """Add a patch, and return the number of added lines. Raises UnknownTreeError as `has`."""
-        return self._rewrite(self._files(name), insertions.added)
+    def apply(self, name: str) -> str:
+        """Add a patch, and say so; a second time changes nothing. Raises UnknownTreeError as `check`."""
+        lines = self._rewrite(self._files(name), insertions.added)
+        return self._told(f"{name}.patch {f'is applied, {lines} lines' if lines else 'is there already'}")
 
-    def revert(self) -> int:
-        """Remove all lines of all patches, and return their number. Raises UnknownTreeError as `has`."""
-        return self._rewrite(self._files(OPTIONS, lambda text: bool(OURS.search(text))), insertions.removed)
+    def revert(self, _: str = OPTIONS) -> str:
+        """Remove all lines of all patches, and say so. Raises UnknownTreeError as `check`."""
+        files = self._files(OPTIONS, lambda text: bool(OURS.search(text)))
+        lines = self._rewrite(files, insertions.removed)
+        return self._told(f"{lines} lines taken out" if lines else "it has no line of ours")
+
+    def _told(self, words: str) -> str:
+        return f"{self.root}: {self.version}: {words}\n"
 
     def numbered(self, name: str) -> str:
         """Return the patch with the line numbers of this tree, for `git apply --unidiff-zero`.
 
         Raises:
-            UnknownTreeError: as `has`, or the tree is patched already.
+            UnknownTreeError: as `check`, or the tree is patched already.
         """
         lines = patch_text(name).split("\ndiff ")[0].split("\n")
         for file in self._files(name):
@@ -132,31 +139,6 @@ def _branch(root: Path) -> str:
     """Recognise branch dev, which has the version number of a release, by a field of its own."""
     config = root / "megatron" / "core" / "model_parallel_config.py"
     return ", branch dev" if config.is_file() and "dynamic_context_parallel:" in config.read_text() else ""
-
-
-def check(tree: Tree, name: str) -> str:
-    """Say which version a tree has, and whether it has a patch. Raises UnknownTreeError as `Tree.has`."""
-    state = "is there" if tree.has(name) else "fits"
-    return f"{tree.root}: {tree.version}: {name}.patch {state}\n"
-
-
-def apply(tree: Tree, name: str) -> str:
-    """Patch a tree, and say so. Raises UnknownTreeError as `Tree.has`."""
-    lines = tree.apply(name)
-    did = f"is applied, {lines} lines" if lines else "is there already"
-    return f"{tree.root}: {tree.version}: {name}.patch {did}\n"
-
-
-def revert(tree: Tree, name: str) -> str:
-    """Remove the lines of all patches from a tree, and say so."""
-    lines = tree.revert()
-    did = f"{lines} lines taken out" if lines else "it has no line of ours"
-    return f"{tree.root}: {tree.version}: {did}\n"
-
-
-def show(tree: Tree, name: str) -> str:
-    """Return the patch with the line numbers of a tree. Raises UnknownTreeError as `Tree.numbered`."""
-    return tree.numbered(name)
 
 
 @dataclass(frozen=True)

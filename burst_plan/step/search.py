@@ -47,9 +47,7 @@ class Answer:
     @property
     def chosen(self) -> PredictedStep | None:
         """The recommended way."""
-        if not self.ranked:
-            return None
-        return min(_close(self.ranked), key=_plain)
+        return min(_close(self.ranked), key=_plain, default=None)
 
     def best_of(self, framework: str) -> PredictedStep | None:
         """Return the recommended way among those of a framework."""

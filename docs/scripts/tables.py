@@ -16,14 +16,13 @@ from pathlib import Path
 from messages import with_messages
 from predictions import page
 from step_errors import judged, ranges, table
-from volume import of_columns, of_ring, of_rows, through_nic
+from volume import Share, least, of_columns, of_ring, of_rows, through_nic
 
 from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
-from burst_plan.explain.least import Share, least
 from burst_plan.step.figures import TABLE
 
 DOCS = Path(__file__).parents[1]

@@ -299,7 +299,7 @@ def test_machines_have_the_names_that_people_write(name):
 
 @pytest.mark.parametrize("columns", [60, 100])
 def test_tables_are_no_wider_than_the_terminal(columns, tmp_path):
-    files = ["--out", str(tmp_path / "name"), "--trace", str(tmp_path / "trace.json")]
+    files = ["--out", str(tmp_path / "name")]
     for words, head in (
         (["explain", "--cluster", "2x2", "--seq", "8K"], "head_parallel"),
         (["plan", "--model", MEGATRON, "--seq", "8K", "--cluster", "a800:1x2", "--top", "3"], "tokens/s/GPU"),

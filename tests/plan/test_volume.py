@@ -5,7 +5,7 @@ from math import sqrt
 
 import pytest
 import torch
-from volume import moved, of_mesh, of_ring, through_nic
+from volume import Share, least, moved, of_mesh, of_ring, through_nic
 
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes
@@ -16,7 +16,6 @@ from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
-from burst_plan.explain.least import Share, least
 
 DTYPES = {
     "bf16, sums in float32": (torch.bfloat16, torch.float32),

@@ -14,7 +14,7 @@ from ranks import processes
 from test_latent import DEEPSEEK, case, on_ring, through
 from test_simulation import simulate
 from typer.testing import CliRunner
-from volume import of_mesh
+from volume import Share, of_mesh
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology
 from burst_mcore.attention.autotune.choose import best
@@ -37,7 +37,6 @@ from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
-from burst_plan.explain.least import Share
 
 
 def _simulated(c, mask, layout, route, direction, kernel="reference"):
