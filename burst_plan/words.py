@@ -119,7 +119,7 @@ def document_ends(text: str, n: int) -> tuple[int, ...]:
 
 
 def shortened(text: str, n: int, to: int) -> str:
-    """Return the same picture over fewer tokens: every length in it times to / n, at least 1.
+    """Return the same picture over fewer tokens: lengths times to / n, at least 1; counts as there is room.
 
     Raises:
         ValueError: an unknown word.
@@ -243,7 +243,11 @@ def _shorter(word: str, n: int, to: int) -> str:
         return _shorter_documents(_ends(numbers, n), n, to)
     lengths = WORDS[name].lengths
     scaled = [x if x in ("-1", "0") else str(max(1, tokens(x) * to // n)) for x in numbers[:lengths]]
-    return f"{name}:{','.join([*scaled, *numbers[lengths:]])}"
+    others = numbers[lengths:]
+    if name in ("images", "tree"):  # as many as there is room for
+        room = to // int(scaled[0]) if name == "images" else to - int(scaled[0])
+        others = [str(min(tokens(others[0]), room))]
+    return f"{name}:{','.join([*scaled, *others])}"
 
 
 def _shorter_documents(ends: tuple[int, ...], n: int, to: int) -> str:

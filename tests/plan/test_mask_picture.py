@@ -134,6 +134,8 @@ def test_words_that_are_no_mask_say_what_is_legal(text, words):
         ("blocks:256,0.5", "blocks:2,0.5"),
         ("chunked:8K & causal | images:256,9", "chunked:64 & causal | images:2,9"),
         ("tree:32K,8", "tree:256,8"),
+        ("tree:65000,500", "tree:507,5"),
+        ("causal | images:16,4000", "causal | images:1,512"),
         ("prefix:4K", "prefix:32"),
     ],
 )
