@@ -213,13 +213,7 @@ def _mamba2(
     if z is not None:
         raise ValueError("a gate z within Mamba 2's scan is not served over shards: gate its outputs")
     kernel = kernels.mamba2(
-        original,
-        A,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
-        chunk_size=chunk_size,
-        D=D,
+        original, A, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, D=D
     )
     return _recurrence(kernel, rows, (hidden_states, dt, B, C))
 

@@ -94,7 +94,13 @@ class Exchange:
         """Whether there is nothing to exchange."""
         return not any(self.programs)
 
-    def received(self, rank: int, *, state: int, decay: int) -> int:
-        """Return the bytes that a rank receives in a scan, of states and of A of these sizes."""
-        spans = [Span.of(action.buffer) for action in self.programs[rank] if isinstance(action, Recv)]
-        return sum(state + decay * (not span.is_state) for span in spans)
+    def received(self, rank: int, **sizes: int) -> int:
+        """Return the bytes that a rank receives, by the sizes that `size_of` takes."""
+        return sum(size_of(action, **sizes) for action in self.programs[rank] if isinstance(action, Recv))
+
+
+def size_of(message: Recv, *, state: int = 0, decay: int = 0, row: int = 0) -> int:
+    """Return the bytes of a message: of a state, and of A where the map has one, or of rows of a halo."""
+    if message.rows is not None:
+        return row * sum(map(len, message.rows))
+    return state + decay * (not Span.of(message.buffer).is_state)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from burst_mcore.attention.autotune.candidate import Candidate
 from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import tried
@@ -29,10 +28,9 @@ from burst_mcore.layout import Layout
 from burst_mcore.machines import Machine, default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
-from burst_mcore.transformers.errors import refuse_versions
-from burst_plan.step.memory import exchanged_bytes
+from burst_mcore.transformers.errors import refuse, refuse_versions
 from burst_plan.step.model import Model
-from burst_plan.step.way import Way
+from burst_plan.step.recurrence import told
 
 
 def examine(
@@ -42,9 +40,9 @@ def examine(
     per_node: int,
     model: Model,
     seq: int,
-    machine: Machine | None = None,
-    rates: Rates | None = None,
-    mask: Mask | None = None,
+    machine: Machine | None,
+    rates: Rates | None,
+    mask: Mask,
 ) -> Iterator[str]:
     """Return lines that describe the configuration at `path` on `world` ranks, `per_node` of them a node.
 
@@ -53,14 +51,12 @@ def examine(
     Args:
         machine: Whose GPUs run it; None is this machine's device.
         rates: In place of those of the machine.
-        mask: Of all layers; None is causal.
+        mask: Of all layers.
 
     Raises:
         SectionError, RefusedError: what `initialize` would raise of the configuration.
         ValueError: no kernel, or no way over the ranks, serves it.
     """
-    mask = Mask.causal() if mask is None else mask
-    quiet()
     refuse_versions()
     config = config_dict(path)
     section = section_of(config)
@@ -71,6 +67,7 @@ def examine(
     if rates is None:
         rates = default_rates(kind) if machine is None else machine.rates
     dtype = _dtype(config)
+    of_device = str(dtype).removeprefix("torch.")
     stage = int(zero(config).stage)
     yield f"groups: {world // size} data-parallel x {size} ranks that share a sequence, consecutive ones"
     intra = min(per_node, size)
@@ -88,16 +85,20 @@ def examine(
     layout = Layout.of(section.layout)
     padded = layout.padded(seq, size)
     yield f"sequence: {seq} tokens, dealt as {padded}: {padded // size} a rank"
+    try:
+        yield from told(model, section.layout, seq, Ranks(size, intra), rates)
+    except ValueError as error:
+        refuse("layout", str(error))
     problem = Problem(kind, dtype, model.heads, model.kv_heads, model.head_dim, model.value_dim)
     problem = replace(problem, deterministic=section.deterministic)
     if machine is None:
-        yield f"kernel on this {kind}, {_name(dtype)}: {choose(section.kernel, problem).name}"
+        yield f"kernel on this {kind}, {of_device}: {choose(section.kernel, problem).name}"
     elif section.kernel == "auto":
         order = ", ".join(preferred(machine.capability, dtype))
-        yield f"kernel on {machine.name}, {_name(dtype)}: the first installed that serves, of {order}"
+        yield f"kernel on {machine.name}, {of_device}: the first installed that serves, of {order}"
     else:
         asked = f"{section.kernel}, as the section asks (not checked here)"
-        yield f"kernel on {machine.name}, {_name(dtype)}: {asked}"
+        yield f"kernel on {machine.name}, {of_device}: {asked}"
     shard = Shard(
         batch=micro, tokens=padded // size, heads=model.heads, kv_heads=model.kv_heads, dtype=dtype,
         head_dim=model.head_dim, value_dim=model.value_dim, grad_dtype=section.burst_config().grad_dtype,
@@ -107,34 +108,20 @@ def examine(
         ways = tried(section.burst_config(), question)
         chosen = best(ways)
         steps = config.get("gradient_accumulation_steps", 1)
-        times = model.layers * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
+        times = model.attending * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
         yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, ways)}"
         yield (
-            f"bytes of attention a step and rank, {model.layers} layers: "
+            f"bytes of attention a step and rank, {model.attending} layers: "
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "
             f"{chosen.inter_bytes * times / 1e9:.3g} GB between"
         )
-        yield f"memory of {_buffers(chosen, shard, size)}"
     logits = micro * shard.tokens * model.vocab * 4
     yield (
         f"logits: never whole; unfused they would be {logits / 1e9:.3g} GB a rank, and their gradient as much"
         if section.fused_loss
         else f"logits: {logits / 1e9:.3g} GB a rank, and their gradient as much (fused_loss is off)"
     )
-    yield f"recompute: {recomputed(section.checkpointing, layout, model.layers, seq, shard, size, mask)}"
-
-
-def _buffers(chosen: Candidate, shard: Shard, size: int) -> str:
-    """Say which bytes attention's backward has besides its tensors, over `size` ranks."""
-    way, route = Way(framework="deepspeed", cp=size), chosen.route
-    if route.heads == size:
-        return f"an exchange of heads: {exchanged_bytes(shard, way) / 1e9:.3g} GB of gradients"
-    most = shard.backward_bytes(size, route.nodes, of_queries=chosen.direction == "query")
-    held = chosen.resident_bytes
-    return (
-        f"a ring: {most / 1e9:.3g} GB that travel, sums that stay, and results of a tile"
-        + f", and {held / 1e9:.3g} GB of other ranks' rows that stay with a mesh" * (held > 0)
-    )
+    yield f"recompute: {recomputed(section.checkpointing, layout, model.attending, seq, shard, size, mask)}"
 
 
 def quiet() -> None:
@@ -173,7 +160,3 @@ def _dtype(config: dict) -> torch.dtype:
     if part(config, "bf16").get("enabled") is True:
         return torch.bfloat16
     return torch.float16 if part(config, "fp16").get("enabled") is True else torch.float32
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

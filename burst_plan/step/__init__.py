@@ -2,6 +2,7 @@
 
 model      sizes of a model (a folder): presets, a config.json, arguments of Megatron
 way        how ranks share the step: parallel degrees, ZeRO, recompute, offload, loss
+recurrence further runs, bytes and seconds of recurrences and convolutions over ranks
 parts      bytes of the parts of a layer, in the order of forward
 memory     bytes of a rank, as a stack
 attention  attention of a layer by the schedule that runs

@@ -127,10 +127,10 @@ def of_windows(step: PredictedStep) -> list[str]:
     model = step.model
     if not model.windowed or model.window >= step.seq:
         return []
-    if model.windowed < model.layers:
+    if model.windowed < model.attending:
         return [
-            f"{model.windowed} of {model.layers} layers have a window of {model.window} tokens: all layers "
-            f"are predicted with mask {step.mask}"
+            f"{model.windowed} of {model.attending} layers have a window of {model.window} tokens: all "
+            f"layers are predicted with mask {step.mask}"
         ]
     if "window" in step.mask or step.mask == model.mask(step.seq):
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,6 +20,8 @@ OPEN = BurstConfig(head_parallel="auto")
 """Settings that leave all but the layout to the cost model."""
 LAYOUTS = ("zigzag", "contiguous", "striped")
 """Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced."""
+UNSCATTERED = LAYOUTS[:2]
+"""Those in which neighbouring tokens stay together, as recurrences and convolutions need."""
 COMPARED = 64
 """Ranks up to which layouts are compared: each is planned rank by rank, which takes seconds on more."""
 
@@ -63,29 +66,31 @@ def attention(
     rates: Rates,
     mask: str = "causal",
     config: BurstConfig | None = None,
+    layouts: Sequence[str] = LAYOUTS,
 ) -> AttentionTime:
     """Return the attention that "auto" chooses where settings leave it open.
 
     Args:
         mask: in words.
         config: settings; None leaves all of it open, the layout too.
+        layouts: those that are tried then.
 
     Raises:
         ValueError: a mask or settings that do not go with the sequence and the ranks.
     """
     if config is not None:
         return _by(config, shard, seq, ranks, rates, mask)
-    settings = (replace(OPEN, layout=layout) for layout in _layouts(mask, seq, ranks.size))
+    settings = (replace(OPEN, layout=layout) for layout in _layouts(mask, seq, ranks.size, layouts))
     return min((_by(one, shard, seq, ranks, rates, mask) for one in settings), key=_seconds)
 
 
-def _layouts(mask: str, seq: int, ranks: int) -> tuple[str, ...]:
+def _layouts(mask: str, seq: int, ranks: int, layouts: Sequence[str]) -> Sequence[str]:
     """Return the layouts to try, the first that is balanced or local on many ranks."""
     if mask in ("causal", "full") or ranks == 1:
-        return LAYOUTS[:1]
+        return layouts[:1]
     if ranks <= COMPARED:
-        return LAYOUTS
-    return ("contiguous",) if mask_of(mask, seq).has_window else LAYOUTS[:1]
+        return layouts
+    return ("contiguous",) if mask_of(mask, seq).has_window else layouts[:1]
 
 
 def _seconds(one: AttentionTime) -> float:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.machines import Machine
 from burst_mcore.rates import Rates
-from burst_plan.step.attention import AttentionTime, again, attention, keys
+from burst_plan.step.attention import LAYOUTS, UNSCATTERED, AttentionTime, again, attention, keys
 from burst_plan.step.memory import RESERVED, shard_of, stack, total
 from burst_plan.step.model import Model
 from burst_plan.step.time import Times, times
@@ -141,7 +141,7 @@ class PredictedStep:
     @property
     def mfu(self) -> float:
         """Share of the peak: FLOPs of the model under its mask, none of them recomputed."""
-        return mfu(self.model, keys(self.mask, self.seq), self.tokens_per_second, self.place.peak)
+        return self.model.flops(keys(self.mask, self.seq)) * self.tokens_per_second / self.place.peak
 
     @property
     def errors(self) -> Errors:
@@ -187,11 +187,6 @@ def short(number: float, digits: int = 3) -> str:
     return f"{number:.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:.0f}"
 
 
-def mfu(model: Model, keys: float, tokens_per_second: float, peak: float) -> float:
-    """Return the share of the peak FLOPs that tokens a second and GPU are worth; keys: of each token."""
-    return model.flops(keys) * tokens_per_second / peak
-
-
 def step(
     model: Model,
     way: Way,
@@ -204,5 +199,6 @@ def step(
     Raises:
         ValueError: as `attention`.
     """
-    runs = attention(shard_of(model, way, seq), seq, way.ring(place.ranks), place.rates, mask)
+    ranks, layouts = way.ring(place.ranks), UNSCATTERED if model.mixer.layers else LAYOUTS
+    runs = attention(shard_of(model, way, seq), seq, ranks, place.rates, mask, layouts=layouts)
     return PredictedStep(model, way, seq, place, runs, mask)

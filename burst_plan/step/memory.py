@@ -167,7 +167,7 @@ def _inputs(model: Model, way: Way, shard: Shard) -> dict[str, float]:
     inputs, kept = (on_device if host else layers for host in (way.offload_inputs, way.offload_activations))
     return {
         "inputs of layers": inputs * 2.0 * shard.tokens / way.tp * model.hidden,
-        "kept attention": kept * shard.result_bytes * way.kept,
+        "kept attention": kept * shard.result_bytes * way.kept * model.attending / model.layers,
     }
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from burst_mcore.attention.shard import Shard
 from burst_mcore.loss.chunked import automatic_chunk
 from burst_mcore.loss.products import Products
 from burst_plan.step.model import Model
+from burst_plan.step.recurrence import work
 from burst_plan.step.way import Way
 
 
@@ -127,24 +129,48 @@ class LossChunks:
 
 
 def layers(model: Model, way: Way, shard: Shard) -> list[tuple[float, list[LayerPart]]]:
-    """Return the kinds of layers, with experts or without: which share of all is of a kind, and its parts."""
-    sparse = model.sparse_layers / model.layers
-    width = shard.tokens * model.ffn / way.tp
-    kinds = [(1 - sparse, [_mlp(model, way, width)]), (sparse, _experts(model, way, shard))]
-    return [(share, _layer(model, way, shard, mlp)) for share, mlp in kinds if share]
+    """Return the kinds of layers: which share of all is of a kind, and its parts."""
+    dense = model.layers - model.sparse_layers - model.without_mlp
+    mlps = [(dense, [_mlp(model, way, shard.tokens * model.ffn / way.tp)]),
+            (model.sparse_layers, _experts(model, way, shard))]  # fmt: skip
+    beside = max(0, model.attending + model.mixer.layers - model.layers)
+    attention, recurrence = _attending(model, way, shard), _recurrence(model, way, shard)
+    mixing = [(model.attending - beside, attention), (model.mixer.layers - beside, recurrence),
+              (beside, attention + recurrence)]  # fmt: skip
+    norm = _norm("norms", model, way, shard)
+    mixing, mlps = ([(n, [norm, *parts]) for n, parts in kinds if n] for kinds in (mixing, mlps))
+    if model.without_mlp:
+        return [(n / model.layers, parts) for n, parts in (*mixing, *mlps)]
+    return [(n * m / model.layers**2, mixer + mlp) for (n, mixer), (m, mlp) in product(mixing, mlps)]
 
 
-def _layer(model: Model, way: Way, shard: Shard, mlp: list[LayerPart]) -> list[LayerPart]:
-    """Return the parts of a layer with this MLP."""
-    modules = MODULES[way.modules]
-    hidden = shard.tokens * model.hidden / way.tp
-    norm = LayerPart("norms", modules.norm.kept * hidden, modules.norm.backward * hidden)
-    attention = _attention(model, modules, shard, alone=way.cp == 1)
+def _norm(name: str, model: Model, way: Way, shard: Shard) -> LayerPart:
+    norm, hidden = MODULES[way.modules].norm, shard.tokens * model.hidden / way.tp
+    return LayerPart(name, norm.kept * hidden, norm.backward * hidden)
+
+
+def _attending(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
+    """Return attention, and the norms of latents or heads before it."""
+    attention = _attention(model, MODULES[way.modules], shard, alone=way.cp == 1)
     share = on_gpu(shard, way)
     attention = attention._replace(kept=share * attention.kept, backward=share * attention.backward)
     if way.recomputes:  # what the layer keeps is counted with all layers
         attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
-    return [norm, *_more_norms(model, way, shard), attention, norm, *mlp]
+    return [*_more_norms(model, way, shard), attention]
+
+
+def _recurrence(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
+    """Return a recurrence or a convolution: further runs of its kernel over ranks, and states beside them."""
+    if not (mixer := model.mixer).layers:
+        return []
+    own = work(mixer, "zigzag", shard.tokens * way.cp, way.cp)
+    return [
+        LayerPart(
+            mixer.kind,
+            2.0 * shard.tokens * own.numbers + own.states,
+            2.0 * shard.tokens * (own.numbers - mixer.kept + mixer.channels),
+        )
+    ]
 
 
 def on_gpu(shard: Shard, way: Way) -> float:
@@ -203,6 +229,7 @@ def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> 
     if model.kv_rank:  # keys are copied with the part that all heads share
         viewed = 2.0 * rows * shard.kv_heads * (shard.head_dim - model.rope_dim) * modules.latent_views
     kept = rotated + viewed + values + rows * modules.angles * shard.head_dim
+    kept += 4.0 * rows * shard.heads * shard.value_dim * model.output_gate  # the gate, and what it multiplied
     return LayerPart(
         "attention",
         kept + shard.result_bytes,
@@ -212,9 +239,7 @@ def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> 
 
 def ends(model: Model, way: Way, shard: Shard, chunks: LossChunks) -> list[LayerPart]:
     """Return the parts behind the layers: the last norm, and the loss."""
-    modules = MODULES[way.modules]
-    hidden = shard.tokens * model.hidden / way.tp
-    norm = LayerPart("last norm", modules.norm.kept * hidden, modules.norm.backward * hidden)
+    modules, norm = MODULES[way.modules], _norm("last norm", model, way, shard)
     vocab = model.vocab / way.tp
     if not way.fused_loss:
         logits = shard.tokens * vocab

@@ -12,6 +12,7 @@ from burst_plan.step.advice import advice, notes
 from burst_plan.step.figures import Cluster, PredictedStep, short
 from burst_plan.step.memory import total
 from burst_plan.step.model import LARGEST, model_of
+from burst_plan.step.recurrence import told
 from burst_plan.step.search import Answer, kind, search
 from burst_plan.step.way import FRAMEWORKS
 from burst_plan.tables import table
@@ -105,7 +106,9 @@ def recommendation(answer: Answer) -> list[str]:
     if answer.chosen is None:
         return [answer.reason]
     lines = [f"recommended: {answer.reason}"]
-    lines += [f"attention: {answer.chosen.attention}", "", _stack(answer.chosen), ""]
+    way, runs, place = answer.chosen.way, answer.chosen.attention, answer.place
+    layers = told(answer.model, runs.layout, answer.seq, way.ring(place.ranks), place.rates)
+    lines += [f"attention: {runs}", *layers, "", _stack(answer.chosen), ""]
     for best in filter(None, map(answer.best_of, FRAMEWORKS)):
         lines += [f"{best.way}:", advice(best), *(f"note: {note}" for note in notes(best)), ""]
     return lines

@@ -11,8 +11,9 @@ from burst_mcore.machines import CONSTANTS, Constants
 from burst_mcore.rates import Rates
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.memory import parameters, shard_of
-from burst_plan.step.model import Model
+from burst_plan.step.model import Mixer, Model
 from burst_plan.step.parts import MODULES
+from burst_plan.step.recurrence import exchanges, work
 from burst_plan.step.way import Way
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -25,6 +26,8 @@ HIDDEN, HEADS, WIDTH = 10, 2, 3
 Norms, residuals, rotations and activations make them, fused as Megatron's are: an assumption."""
 COPIES = 4
 """Passes of memory over the copies of tokens for experts, which are written and read back: an assumption."""
+KEPT = 2
+"""Passes of memory over what a recurrence keeps, which is written and read: an assumption."""
 COLLECTIVES = 2
 """A gather and a scatter of sequence parallelism around attention, and around an MLP, in a layer's pass.
 
@@ -73,31 +76,35 @@ def times(
         again: share of attention's forward that backward computes again.
     """
     rows = way.micro * seq / way.cp / way.tp
-    layers = model.layers / way.pp
+    layers, mixer = model.layers / way.pp, model.mixer
     rate = peak * constants.products
     passes = FORWARD + BACKWARD + way.recomputes * FORWARD
     product = 2 * rows / rate
-    calls = way.micro * layers
+    calls, attends = way.micro * layers, way.micro * model.attending / way.pp
     kernel_forward = attention.forward * attention.share
     kernel_backward = attention.backward * attention.share
     mlp = model.mlp_active * passes + model.mlp_first * FORWARD * way.tiled
+    place = seq, attention.layout, cluster, rates, rate
+    kernels, exchanged = _mixed(mixer, way, *place) if mixer.layers else (0.0, {})
     compute = {
         "embedding": EMBEDDING * 2 * rows * model.hidden / rates.memory,
         "norms and activations": _elementwise(model, layers) * rows * passes / rates.memory,
-        "projections": layers * model.projections * product * passes,
+        "projections": model.mixing / way.pp * product * passes,
         "experts" if model.experts else "mlp": mlp / way.pp * product,
-        "attention forward": calls * kernel_forward,
-        "attention again": calls * kernel_forward * again,
-        "attention backward": calls * kernel_backward,
+        "attention forward": attends * kernel_forward,
+        "attention again": attends * kernel_forward * again,
+        "attention backward": attends * kernel_backward,
+        mixer.kind or "recurrence": kernels * passes,
         "loss": model.head * product * (FORWARD + BACKWARD),
         "optimizer": _optimizer(model, way, rates, constants),
     }
     busy = sum(compute.values()) - compute["optimizer"]
-    around = calls * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
+    around = attends * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
     gathers = _gathers(model, way, cluster, rates)
     beside = _beside(model, way, gathers, busy)
     exposed = {
         _cause(way, attention): around,
+        **{name: (2 + way.recomputes) * seconds for name, seconds in exchanged.items()},
         "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes, product / way.micro),
         "tokens to experts": _experts(model, way, calls, seq, cluster, rates, passes),
         "weights gathered": gathers - beside + gathers / (2 * way.micro * model.layers),
@@ -116,11 +123,26 @@ def _cause(way: Way, attention: AttentionTime) -> str:
     return "ring" if attention.head_parallel < way.cp else "exchange of heads"
 
 
+def _mixed(
+    mixer: Mixer, way: Way, seq: int, layout: str, cluster: Ranks, rates: Rates, rate: float
+) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a recurrence or a convolution in a forward, and of its exchanges, of all layers.
+
+    Products take their time, or memory takes longer. A backward exchanges as much as a forward.
+    """
+    own, passes = work(mixer, layout, seq, way.cp), way.micro * mixer.layers
+    token = max(2 * own.products / rate, 2.0 * KEPT * own.numbers / rates.memory)
+    there = exchanges(mixer, layout, seq, way.ring(cluster), rates) if way.cp > 1 else {}
+    return passes * seq / way.cp * token, {name: passes * seconds for name, (_, seconds) in there.items()}
+
+
 def _elementwise(model: Model, layers: float) -> float:
     """Return bytes that norms, rotations, residuals and activations of a forward move for a token."""
-    attention = model.heads * model.head_dim + model.kv_heads * model.head_dim
+    heads = (model.heads + model.kv_heads) * model.head_dim * model.attending / model.layers
     copies = model.sparse_layers / model.layers * model.active * model.hidden
-    return layers * 2.0 * (HIDDEN * model.hidden + HEADS * attention + WIDTH * model.width + COPIES * copies)
+    width = model.width * (1 - model.without_mlp / model.layers)
+    hidden = HIDDEN * model.hidden * model.blocks / (2 * model.layers)
+    return layers * 2.0 * (hidden + HEADS * heads + WIDTH * width + COPIES * copies)
 
 
 def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> float:
@@ -249,7 +271,8 @@ def _moved(model: Model, way: Way, seq: int, calls: float, busy: float, constant
     """
     if not way.recomputes:
         return 0.0
-    kept = shard_of(model, way, seq).result_bytes * way.kept * way.offload_activations
+    attends = model.attending / model.layers
+    kept = attends * shard_of(model, way, seq).result_bytes * way.kept * way.offload_activations
     inputs = 2.0 * seq / way.cp / way.tp * model.hidden * way.offload_inputs
     each = 2 * calls / constants.host_link
     return max(0.0, each * kept - busy) + each * inputs / PAGEABLE

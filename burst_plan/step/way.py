@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_plan.step.model import Model
 
-RECOMPUTES = ("none", "full", "attention", "segment")
-"""As `burst_mcore.checkpointing`: nothing again, all again, all but attention, attention of the front."""
 FRAMEWORKS = ("megatron", "deepspeed")
 NOT_EXPRESSIBLE = "not expressible: DeepSpeed's JSON has no section for expert parallelism"
 
@@ -31,6 +29,7 @@ class Way:
     zero: int = 1
     """ZeRO's stage over the dp x cp ranks; 1 is Megatron's distributed optimizer, 3 also FSDP."""
     recompute: str = "none"
+    """As `burst_mcore.checkpointing`; full, attention (is kept), segment (attention of the end is kept)."""
     keep: float = 1.0
     """Of "segment": the share of the sequence whose attention is kept."""
     offload_optimizer: bool = False
@@ -111,6 +110,8 @@ def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
     """Return why ranks cannot run a model this way; None if they can. Memory is another question."""
     if way.gpus != cluster.size:
         return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
+    if model.mixer.layers and way.framework == "megatron":
+        return f"layers with a {model.mixer.kind} are Megatron's own there: their exchange is not predicted"
     reason = _why_not_matrices(way, model, cluster) or _why_not_experts(way, model, cluster)
     if reason is not None:
         return reason

@@ -21,7 +21,7 @@ from burst_mcore.megatron.arguments import add_arguments, burst_config, recomput
 from burst_plan.cli import app
 from burst_plan.step.advice import deepspeed_config, megatron_flags
 from burst_plan.step.attention import AttentionTime
-from burst_plan.step.figures import Cluster, PredictedStep, mfu, step
+from burst_plan.step.figures import Cluster, PredictedStep, step
 from burst_plan.step.memory import ON_CPU, moments, stack, states, total
 from burst_plan.step.model import PRESETS, from_config, model_of
 from burst_plan.step.search import least, search
@@ -57,8 +57,9 @@ def test_mfu_is_the_formula_of_the_papers_results():
     seq, tgs = 2**20, 117.83
     s, h, ffn, layers, vocab = seq, 5120, 13824, 40, 120000
     theirs = 12 * s * layers * h**2 * (2 + 0.5 * s / h + 1.5 * ffn / h + vocab / (2 * layers * h))
-    assert mfu(PRESETS["14b"], seq / 2, tgs, 312e12) == pytest.approx(theirs * tgs / (s * 312e12), rel=1e-12)
-    assert mfu(PRESETS["14b"], seq / 2, tgs, 312e12) == pytest.approx(0.5168, rel=2e-3)
+    mfu = PRESETS["14b"].flops(seq / 2) * tgs / 312e12
+    assert mfu == pytest.approx(theirs * tgs / (s * 312e12), rel=1e-12)
+    assert mfu == pytest.approx(0.5168, rel=2e-3)
 
 
 def test_megatrons_arguments_make_the_model_of_a_config():

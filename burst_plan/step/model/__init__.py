@@ -1,8 +1,9 @@
 """The sizes of a model.
 
 sizes        the sizes themselves
-presets      models by name
-config_json  from the config.json of Hugging Face
+mixers       layers with a recurrence or a short convolution
+presets      models by name, of presets.json
+config_json  from the config.json of Hugging Face, by the names and defaults in families.json
 arguments    from Megatron's arguments
 """
 
@@ -13,10 +14,11 @@ from typing import Any
 
 from burst_plan.step.model.arguments import ArgumentParser, of_arguments
 from burst_plan.step.model.config_json import from_config, of_file
+from burst_plan.step.model.mixers import Mixer
 from burst_plan.step.model.presets import PRESETS, named
 from burst_plan.step.model.sizes import LARGEST, Model
 
-__all__ = ["LARGEST", "PRESETS", "ArgumentParser", "Model", "from_config", "model_of", "named"]
+__all__ = ["LARGEST", "PRESETS", "ArgumentParser", "Mixer", "Model", "from_config", "model_of", "named"]
 
 
 def model_of(text: str) -> tuple[Model, dict[str, Any]]:

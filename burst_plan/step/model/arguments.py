@@ -133,28 +133,16 @@ def _evaluated(node: ast.expr) -> Any:
     raise ValueError("no such expression")
 
 
+_WITHOUT_DEFAULT = """num-query-groups kv-channels ffn-hidden-size vocab-size padded-vocab-size num-experts
+q-lora-rank moe-ffn-hidden-size moe-shared-expert-intermediate-size tensor-model-parallel-size seq-length
+pipeline-model-parallel-size context-parallel-size expert-model-parallel-size expert-tensor-parallel-size
+micro-batch-size global-batch-size"""
 OPTIONAL: dict[str, int | None] = {
-    "num-query-groups": None,
-    "kv-channels": None,
-    "ffn-hidden-size": None,
-    "vocab-size": None,
-    "padded-vocab-size": None,
-    "num-experts": None,
+    **dict.fromkeys(_WITHOUT_DEFAULT.split()),
     "moe-router-topk": 2,
-    "moe-ffn-hidden-size": None,
-    "moe-shared-expert-intermediate-size": None,
-    "q-lora-rank": None,
     "kv-lora-rank": 32,
     "qk-head-dim": 128,
     "qk-pos-emb-head-dim": 64,
     "v-head-dim": 128,
-    "tensor-model-parallel-size": None,
-    "pipeline-model-parallel-size": None,
-    "context-parallel-size": None,
-    "expert-model-parallel-size": None,
-    "expert-tensor-parallel-size": None,
-    "seq-length": None,
-    "micro-batch-size": None,
-    "global-batch-size": None,
 }
 """Flags of Megatron that tell sizes or degrees, and its defaults."""

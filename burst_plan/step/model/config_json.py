@@ -3,52 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from burst_plan.step.model.mixers import NONE, Mixer, mixer_of
 from burst_plan.step.model.sizes import Model
 
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("n_embd",),
-    "num_attention_heads": ("n_head",),
-    "num_hidden_layers": ("n_layer",),
-    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
-    "hidden_act": ("activation_function", "activation"),
-}
-"""Names of the same sizes in older families, such as GPT-2's."""
-ATTENTION = ("full_attention", "sliding_attention", "attention")
-"""Kinds of layers that are predicted."""
+_TABLES = json.loads(files("burst_plan.step.model").joinpath("families.json").read_text(encoding="utf-8"))
+OTHER_NAMES: dict[str, list[str]] = _TABLES["names"]
+"""Names of the same sizes in other families, such as GPT-2's."""
+FAMILIES: dict[str, dict[str, Any]] = _TABLES["defaults"]
+"""By model_type: defaults of transformers that a config.json leaves out, and what none says: norms of heads,
+gates, and the mixer of a hybrid model."""
+MIXERS: dict[str, list[str]] = _TABLES["mixers"]
+"""By mixer, the names of its sizes."""
+ATTENTION = ("full_attention", "sliding_attention", "attention", "hybrid")
+MIXING = ("linear_attention", "mamba", "conv", "hybrid")
+"""In a hybrid layer attention and a recurrence stand side by side."""
+ALONE = ("mlp", "moe")
+"""Layers without a mixer, in models whose other layers have no MLP."""
+LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
 OTHER_LAYERS = (
     "mamba_", "ssm_", "linear_", "conv_", "attn_layer_period", "attn_type_list", "attention_chunk_size",
 )  # fmt: skip
 """How names begin that only models with layers of other kinds have."""
-FAMILIES: dict[str, dict[str, Any]] = {
-    "bloom": {"tie_word_embeddings": True, "hidden_act": "gelu"},
-    "cohere": {"tie_word_embeddings": True},
-    "cohere2": {"tie_word_embeddings": True, "head_dim": 128, "sliding_window_pattern": 4},
-    "exaone4": {"sliding_window_pattern": 4},
-    "falcon": {"tie_word_embeddings": True, "hidden_act": "gelu", "multi_query": True},
-    "gemma": {"tie_word_embeddings": True, "head_dim": 256},
-    "gemma2": {
-        "tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4, "sliding_window_pattern": 2,
-    },
-    "gemma3_text": {
-        "tie_word_embeddings": True, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "vocab_size": 262208, "sliding_window_pattern": 6,
-    },
-    "gpt2": {"tie_word_embeddings": True, "hidden_act": "gelu_new"},
-    "gpt_bigcode": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "multi_query": True},
-    "gpt_oss": {"sliding_window_pattern": 2},
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "opt": {"tie_word_embeddings": True, "hidden_act": "relu"},
-    "qwen2": {"use_sliding_window": False},
-    "qwen2_moe": {"use_sliding_window": False},
-    "qwen3": {"head_dim": 128, "use_sliding_window": False},
-    "qwen3_moe": {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "use_sliding_window": False},
-    "starcoder2": {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
-}  # fmt: skip
-"""What a config.json leaves out where it is the default of its model_type in transformers."""
 
 
 def of_file(path: Path) -> Model:
@@ -68,18 +48,20 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
     Raises:
         ValueError: a size that is missing or not legal, or layers that are not predicted.
     """
-    _refuse_others(config)
     kind = str(config.get("model_type", ""))
-    config = {**FAMILIES.get(kind, {}), **_named(config)}
+    made, config = config, {**FAMILIES.get(kind, {}), **_named(config)}
+    kinds = _kinds(config)
+    _refuse_others(made, kinds, "mixer" in config)
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     latent = config.get("kv_lora_rank") or 0
     rope = _size(config, "qk_rope_head_dim") if latent else 0
     dim = _size(config, "qk_nope_head_dim") + rope if latent else config.get("head_dim") or hidden // heads
     if not latent and not config.get("head_dim") and hidden % heads:
         raise ValueError(f"{heads} heads do not divide hidden_size {hidden}, and it has no head_dim")
-    ffn = config.get("intermediate_size") or 4 * hidden
-    layers = _size(config, "num_hidden_layers")
-    windowed = _windowed(config, layers)
+    layers = len(kinds) or _size(config, "num_hidden_layers")
+    experts = _experts(config, kinds, layers)
+    attending = sum(each in ATTENTION for each in kinds) if kinds else layers
+    windowed = _windowed(config, kinds, attending)
     return Model(
         name=name,
         layers=layers,
@@ -88,7 +70,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         kv_heads=heads if latent else _kv_heads(config, heads),
         head_dim=dim,
         value_dim=config.get("v_head_dim", dim) if latent else dim,
-        ffn=ffn,
+        ffn=_width(config, bool(experts)),
         vocab=_size(config, "vocab_size"),
         gated=kind.startswith("gemma") or config.get("hidden_act", "silu") in ("silu", "swish"),
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -97,24 +79,60 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         q_rank=(config.get("q_lora_rank") or 0) if latent else 0,
         kv_rank=latent,
         rope_dim=rope,
-        qk_norm=not latent and kind in ("qwen3", "qwen3_moe", "gemma3_text"),
-        **_experts(config, ffn, layers),
+        qk_norm=not latent and bool(config.get("qk_norm")),
+        output_gate=bool(config.get("attn_output_gate")),
+        shared_gate=bool(config.get("shared_gate")),
+        without_attention=layers - attending,
+        without_mlp=sum(each not in ALONE for each in kinds) if {*kinds} & {*ALONE} else 0,
+        mixer=_mixer({**config, "head_dim": dim}, sum(each in MIXING for each in kinds)),
+        **experts,
     )
 
 
-def _refuse_others(config: Mapping[str, Any]) -> None:
-    """Refuse a model that is no decoder, or has layers besides attention. Raises ValueError."""
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer; [] if a configuration that is not hybrid names none: all attend."""
+    if kinds := config.get("layer_types") or config.get("layers_block_type"):
+        return [str(kind) for kind in kinds]
+    if pattern := config.get("hybrid_override_pattern"):
+        return [LETTERS.get(letter, letter) for letter in pattern]
+    layers = config.get("num_hidden_layers") or 0
+    if config.get("model_type") == "falcon_h1":
+        return ["hybrid"] * layers
+    every, nested = config.get("full_attention_interval"), config.get("linear_attn_config")
+    if every:
+        attending = [*range(every - 1, layers, every)]
+    elif nested:  # Kimi counts from 1
+        attending = [number - 1 for number in nested["full_attn_layers"]]
+    else:
+        attending = config.get("attn_layer_indices") or config.get("full_attn_idxs") or []
+    return ["attention" if i in attending else MIXING[0] for i in range(layers if "mixer" in config else 0)]
+
+
+def _mixer(config: Mapping[str, Any], layers: int) -> Mixer:
+    """Return the layers with a recurrence or a convolution."""
+    names = MIXERS[config["mixer"]] if layers else []
+    for name in names:
+        size = config.get(name)
+        if not isinstance(size, int) or size < (not isinstance(size, bool)):
+            raise ValueError(f"{name} must be an integer from 1, or a bool, got {size!r}")
+    return mixer_of(config["mixer"], layers, [config[name] for name in names]) if layers else NONE
+
+
+def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool) -> None:
+    """Refuse a model that is no decoder, or has layers that are not known. Raises ValueError."""
     if config.get("is_encoder_decoder"):
         raise ValueError("it is an encoder and a decoder")
     if any(str(made).endswith("ForMaskedLM") for made in config.get("architectures") or ()):
         raise ValueError(f"{', '.join(config['architectures'])} sees tokens on both sides")
-    kinds: Iterable[Any] = config.get("layer_types") or config.get("layers_block_type") or ()
-    odd = sorted({str(kind) for kind in kinds} - set(ATTENTION))
-    odd += [name for name, value in config.items() if value and name.startswith(OTHER_LAYERS)]
+    known = {*ATTENTION, *MIXING, *ALONE} if hybrid else {*ATTENTION} - {*MIXING}
+    odd = sorted({*kinds} - known)
+    odd += [name for name, value in config.items() if value and name.startswith(OTHER_LAYERS) and not hybrid]
     if odd:
         raise ValueError(
             f"layers other than attention over all tokens or a window are not predicted: {odd[0]}"
         )
+    if kinds and config.get("num_hidden_layers") not in (None, len(kinds)):
+        raise ValueError(f"it names the kinds of {len(kinds)} layers, and has {config['num_hidden_layers']}")
 
 
 def _named(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +141,8 @@ def _named(config: Mapping[str, Any]) -> dict[str, Any]:
     for usual, others in OTHER_NAMES.items():
         sizes = [config[name] for name in (usual, *others) if config.get(name) is not None]
         named |= {usual: sizes[0]} if sizes else {}
+    for name, size in (config.get("linear_attn_config") or {}).items():  # Kimi's own file
+        named[f"linear_{name.removeprefix('short_').replace('kernel_size', 'kernel_dim')}"] = size
     return named
 
 
@@ -141,12 +161,23 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
     return 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
 
 
-def _windowed(config: Mapping[str, Any], layers: int) -> int:
-    """Return how many layers see a window of tokens alone."""
+def _width(config: Mapping[str, Any], experts: bool) -> int:
+    """Return the width of a dense MLP, as some families change or name it."""
+    width: int = config.get("intermediate_size") or 4 * _size(config, "hidden_size")
+    if not experts:
+        width = config.get("shared_intermediate_size") or width
+    if config.get("block_auto_adjust_ff_dim"):  # LFM2
+        step = config.get("block_multiple_of") or 1
+        return -(-int((config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3)) // step) * step
+    return width
+
+
+def _windowed(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
+    """Return how many of the layers with attention see a window of tokens alone."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return 0
-    if kinds := config.get("layer_types"):
-        return sum(kind == "sliding_attention" for kind in kinds)
+    if config.get("layer_types"):
+        return kinds.count("sliding_attention")
     every: int = config.get("sliding_window_pattern") or 0
     if every:  # one layer of so many sees all
         return layers - layers // every
@@ -154,25 +185,36 @@ def _windowed(config: Mapping[str, Any], layers: int) -> int:
     return layers - whole
 
 
-def _experts(config: Mapping[str, Any], ffn: int, layers: int) -> dict[str, int]:
+def _experts(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> dict[str, int]:
     """Return the sizes of experts; none of a dense model. Raises ValueError for experts of unknown names."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((config[key] for key in names if config.get(key)), 0)
+    if "mlp" in kinds and "moe" not in kinds:
+        return {}
     if not experts:
         unknown = [name for name, n in config.items() if name.endswith("_num_experts") and n and n != 1]
         if unknown:
             raise ValueError(f"experts are read from {', '.join(names)}, not from {unknown[0]}")
         return {}
-    width = config.get("moe_intermediate_size") or ffn
-    shared = (config.get("n_shared_experts") or 0) * width
-    every = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
-    first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
-    # Qwen counts layers from 1 where it takes every n-th, DeepSeek from 0.
-    begin = 1 if config.get("decoder_sparse_step") else 0
+    width = config.get("moe_intermediate_size") or _width(config, True)
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
     return {
         "experts": experts,
         "active": config.get("num_experts_per_tok") or 1,
         "expert_ffn": width,
-        "shared_ffn": config.get("shared_expert_intermediate_size") or shared,
-        "dense_layers": sum(i < first or i in dense or (i + begin) % every > 0 for i in range(layers)),
+        "shared_ffn": shared,
+        "dense_layers": _dense(config, kinds, layers),
     }
+
+
+def _dense(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
+    """Return how many layers of a model with experts have none."""
+    if "moe" in kinds:
+        return layers - kinds.count("moe")
+    if named := config.get("mlp_layer_types"):
+        return int(named.count("dense"))
+    every = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
+    first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
+    # Qwen counts layers from 1 where it takes every n-th, DeepSeek from 0.
+    begin = 1 if config.get("decoder_sparse_step") else 0
+    return sum(i < first or i in dense or (i + begin) % every > 0 for i in range(layers))

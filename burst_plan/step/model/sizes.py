@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from burst_mcore.machines import HEAD_DIMS
+from burst_plan.step.model.mixers import NONE, Mixer
 
 LARGEST = 2**31
 """The largest size of a model."""
@@ -36,6 +37,8 @@ class Model:
     expert_ffn: int = 0
     shared_ffn: int = 0
     """Width of all shared experts together."""
+    shared_gate: bool = False
+    """Whether a token has a gate for its shared experts."""
     dense_layers: int = 0
     """Layers without experts, of a model that has experts."""
     q_rank: int = 0
@@ -50,6 +53,13 @@ class Model:
     """Tokens that some layers see back, themselves included; 0: no layer has a window."""
     windowed: int = 0
     """Layers with this window."""
+    output_gate: bool = False
+    """Whether attention has a gate for each number of its result."""
+    without_attention: int = 0
+    without_mlp: int = 0
+    """Layers without an MLP; those with one have neither attention nor a mixer then."""
+    mixer: Mixer = NONE
+    """Layers with a recurrence or a short convolution, in the place of attention or beside it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,6 +79,8 @@ class Model:
                 f"kv_heads must divide heads: {self.heads} query heads do not group over {self.kv_heads} K/V "
                 "heads"
             )
+        if self.without_attention >= self.layers:
+            raise ValueError("no layer has attention: plans are made for rings of attention")
         if self.experts and self.dense_layers >= self.layers:
             raise ValueError(f"none of the {self.layers} layers has experts: {self.dense_layers} are dense")
         if self.experts and not (0 < self.active <= self.experts and self.expert_ffn):
@@ -79,8 +91,8 @@ class Model:
 
     @property
     def projections(self) -> int:
-        """Parameters of the projections of attention, in a layer."""
-        out = self.heads * self.value_dim * self.hidden
+        """Parameters of the projections of attention, in a layer that has it."""
+        out = (1 + self.output_gate) * self.heads * self.value_dim * self.hidden
         if not self.kv_rank:
             return out + self.hidden * (
                 (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.value_dim
@@ -89,6 +101,22 @@ class Model:
         q = self.hidden * queries if not self.q_rank else self.q_rank * (self.hidden + queries)
         up = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
         return out + q + self.hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * up
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention."""
+        return self.layers - self.without_attention
+
+    @property
+    def mixing(self) -> int:
+        """Parameters of all matrices around attention, recurrences and convolutions."""
+        return self.attending * self.projections + self.mixer.layers * self.mixer.matrices
+
+    @property
+    def blocks(self) -> int:
+        """Mixers and MLPs with a norm before each, of all layers."""
+        alone = max(0, self.without_attention - self.mixer.layers)
+        return 2 * self.layers - self.without_mlp - alone
 
     def mlp(self, width: int) -> int:
         """Parameters of an MLP of this width."""
@@ -107,9 +135,9 @@ class Model:
     @property
     def mlp_active(self) -> int:
         """Parameters of the MLPs that serve a token, of all layers."""
-        dense = (self.layers - self.sparse_layers) * self.mlp(self.ffn)
+        dense = (self.layers - self.sparse_layers - self.without_mlp) * self.mlp(self.ffn)
         each = self.active * self.mlp(self.expert_ffn) + self.mlp(self.shared_ffn)
-        return dense + self.sparse_layers * (each + self.hidden * self.experts)
+        return dense + self.sparse_layers * (each + self.hidden * (self.experts + self.shared_gate))
 
     @property
     def mlp_first(self) -> float:
@@ -125,11 +153,12 @@ class Model:
     def parameters(self) -> int:
         """All parameters."""
         idle = self.sparse_layers * (self.experts - self.active) * self.mlp(self.expert_ffn)
-        norms = (2 * self.layers + 1) * self.hidden + self.layers * (
+        norms = (self.blocks + 1) * self.hidden + self.attending * (
             self.q_rank + self.kv_rank + 2 * self.head_dim * self.qk_norm
         )
         embeddings = self.head * (1 if self.tied else 2)
-        return self.layers * self.projections + self.mlp_active + idle + norms + embeddings
+        others = self.mixer.layers * self.mixer.others
+        return self.mixing + self.mlp_active + idle + norms + embeddings + others
 
     @property
     def width(self) -> int:
@@ -139,10 +168,10 @@ class Model:
 
     def mask(self, seq: int) -> str:
         """Return the mask of its layers in words: a window where each has one, else causal."""
-        return f"window:{self.window}" if self.windowed == self.layers and self.window < seq else "causal"
+        return f"window:{self.window}" if self.windowed == self.attending and self.window < seq else "causal"
 
     def flops(self, keys: float) -> float:
         """Return the FLOPs of a token in training, none recomputed; keys: it attends to, on average."""
-        products = self.layers * self.projections + self.mlp_active + self.head
-        pairs = self.layers * self.heads * (self.head_dim + self.value_dim) * keys
-        return 6.0 * (products + pairs)
+        pairs = self.attending * self.heads * (self.head_dim + self.value_dim) * keys
+        mixed = self.mixer.layers * self.mixer.multiplied
+        return 6.0 * (self.attending * self.projections + self.mlp_active + self.head + pairs + mixed)

@@ -1,0 +1,91 @@
+"""Recurrences and convolutions over ranks: work and bytes of the busiest rank, and what exchanges cost.
+
+The programs of `burst_mcore.recurrent` say what each rank sends; backward sends as much. Nothing hides
+messages: a step takes as long as the rank that receives most. Compositions of maps are not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.schedule.actions import Recv
+from burst_mcore.layout import Layout
+from burst_mcore.rates import Rates
+from burst_mcore.recurrent.fragments import fragments
+from burst_mcore.recurrent.halo import halo
+from burst_mcore.recurrent.programs import Exchange, size_of
+from burst_mcore.recurrent.scan import scan
+from burst_plan.step.model import Mixer, Model
+
+
+class Work(NamedTuple):
+    """Work and bytes of a layer on the busiest rank."""
+
+    products: float
+    """Multiply-adds of a token, besides those of matrices."""
+    numbers: float
+    """Numbers in 16 bits that a token keeps for backward."""
+    states: float
+    """Bytes of states and of A that fragments keep."""
+
+
+@lru_cache(maxsize=1024)
+def work(mixer: Mixer, layout: str, seq: int, ranks: int) -> Work:
+    """Return the work of a sequence of one document. Raises ValueError for a layout that scatters tokens."""
+    dealt, own, again = Layout.of(layout), Counter[int](), Counter[int]()
+    padded = dealt.padded(seq, ranks)
+    for each in fragments(dealt, padded, ranks):
+        own[each.rank] += 1
+        again[each.rank] += len(each.rows) * (not each.begins and not each.ends)
+    found = mixer.recurrence
+    share = max(again.values()) * ranks / padded
+    products = mixer.width * mixer.channels + found.kernel * (1 + share) + found.maps * share
+    runs = 1 + share * (2 if found.maps else 1)  # once more for B, and for A where that is a matrix
+    states = 4.0 * max(own.values()) * (2 * found.state + found.decay) * (ranks > 1)
+    return Work(products, mixer.kept + found.run * runs, states)
+
+
+@lru_cache(maxsize=1024)
+def exchanges(
+    mixer: Mixer, layout: str, seq: int, ranks: Ranks, rates: Rates
+) -> dict[str, tuple[int, float]]:
+    """Return the exchanges of a layer's pass, by name: (bytes that the busiest rank receives, seconds)."""
+    dealt, made = Layout.of(layout), {}
+    where = dealt, dealt.padded(seq, ranks.size), ranks.size, ranks.intra
+    if state := mixer.recurrence.state:
+        sizes = {"state": 4 * state, "decay": 4 * mixer.recurrence.decay}
+        made["scan of states"] = _received(scan(*where), rates, **sizes)
+    if mixer.width:
+        made["halo"] = _received(halo(*where, reach=mixer.width - 1), rates, row=2 * mixer.channels)
+    return made
+
+
+def _received(exchange: Exchange, rates: Rates, **sizes: int) -> tuple[int, float]:
+    received, steps = Counter[tuple[int, int, bool]](), dict[int, float]()
+    for rank, program in enumerate(exchange.programs):
+        for action in program:
+            if isinstance(action, Recv):
+                inter = rank // exchange.intra != action.peer // exchange.intra
+                received[action.step, rank, inter] += size_of(action, **sizes)
+    for (step, _, inter), size in received.items():
+        steps[step] = max(steps.get(step, 0.0), rates.latency + size / rates.link(inter=inter))
+    most = max(exchange.received(rank, **sizes) for rank in range(len(exchange.programs)))
+    return most, sum(steps.values())
+
+
+def told(model: Model, layout: str, seq: int, ranks: Ranks, rates: Rates) -> list[str]:
+    """Say which layers a hybrid model has, and what those without attention take. Raises as `work`."""
+    if not (mixer := model.mixer).layers:
+        return []
+    own, there = work(mixer, layout, seq, ranks.size), exchanges(mixer, layout, seq, ranks, rates)
+    sent = " and ".join(f"{size / 1e6:.3g} MB of a {name}" for name, (size, _) in there.items())
+    return [
+        f"layers: {model.attending} with attention, {mixer.layers} with a {mixer.kind}, which have each "
+        f"{(mixer.matrices + mixer.others) / 1e6:.3g} million parameters, "
+        f"{2 * (mixer.matrices + own.products) / 1e6:.3g} MFLOPs and {2 * own.numbers / 1e3:.3g} KB a token"
+        + f"; in a pass the busiest rank receives {sent} (predicted)"
+        * (ranks.size > 1)
+    ]

@@ -1,0 +1,284 @@
+"""Plans of hybrid models: layers with recurrences and short convolutions beside attention."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import zoo
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from burst_mcore import Layout
+from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.machines import MACHINES
+from burst_mcore.recurrent import kernels
+from burst_mcore.recurrent.bound import mixers_of
+from burst_mcore.recurrent.fragments import fragments
+from burst_mcore.recurrent.halo import halo
+from burst_mcore.recurrent.scan import scan
+from burst_plan.cli import app
+from burst_plan.step.attention import attention
+from burst_plan.step.figures import Cluster, step
+from burst_plan.step.memory import shard_of, stack
+from burst_plan.step.model import PRESETS, from_config, model_of
+from burst_plan.step.model.mixers import NONE
+from burst_plan.step.parts import layers
+from burst_plan.step.planned import planned, text
+from burst_plan.step.recurrence import exchanges, work
+from burst_plan.step.search import search
+from burst_plan.step.way import Way, why_not
+
+FAMILIES = (
+    "qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear nemotron_h bamba granitemoehybrid falcon_h1 lfm2 "
+    "lfm2_moe olmo_hybrid"
+).split()
+QWEN, NEMOTRON = PRESETS["qwen3-next-80b-a3b"], PRESETS["nemotron-h-8b"]
+H100 = MACHINES["H100"]
+PLACE = Cluster.of(H100, Ranks(16, 8), "H100 2x8")
+WAY = Way(framework="deepspeed", cp=16, zero=3, recompute="full")
+
+
+def sizes_of(config):
+    return from_config(json.loads(config.to_json_string()), "tiny")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_transformers(name):
+    config = zoo.config_of(name)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    model, mixers = sizes_of(config), mixers_of(whole).values()
+    counted = sum(p.numel() for mixer in mixers for p in mixer.parameters())
+    assert model.mixer.layers * (model.mixer.matrices + model.mixer.others) == counted
+    matrices = sum(
+        m.weight.numel() for mixer in mixers for m in mixer.modules() if type(m) is torch.nn.Linear
+    )
+    assert model.mixer.layers * model.mixer.matrices == matrices
+    # OLMo's norms of queries and of keys are those of all heads together
+    norms = 2 * (model.heads - 1) * model.head_dim + (model.kv_heads - model.heads) * model.head_dim
+    rest = norms + 2 * model.head_dim if name == "olmo_hybrid" else 0
+    assert model.parameters == sum(p.numel() for p in whole.parameters()) - rest
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "attending", "mixer"),
+    [
+        ("nvidia/Nemotron-H-8B-Base-8K", 8_100_852_736, 4, (24, "Mamba 2")),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 12, (36, "gated delta rule")),
+        ("ibm-granite/granite-4.0-h-small", 32_207_337_984, 4, (36, "Mamba 2")),
+    ],
+)
+def test_presets_have_the_parameters_of_their_checkpoints(name, parameters, attending, mixer):
+    model = model_of(name)[0]
+    assert (model.parameters, model.attending) == (parameters, attending)
+    assert (model.mixer.layers, model.mixer.kind) == mixer
+
+
+def _solved(system, right, *_, **__):
+    """FLOPs of a triangular system, as of a product with the inverse."""
+    return 2 * math.prod(system) * right[-1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "lfm2"])
+def test_flops_are_those_that_torch_counts(name):
+    """A forward with eager attention, which computes all pairs; each head of Mamba 2 has its B and C."""
+    tokens = 128
+    config = zoo.config_of(name)
+    for key in ("mamba_n_groups", "mamba_n_heads"):
+        if hasattr(config, key):
+            setattr(config, key, config.mamba_n_heads)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    solve = torch.ops.aten.linalg_solve_triangular
+    with FlopCounterMode(display=False, custom_mapping={solve: _solved}) as counter:
+        whole(torch.zeros(1, tokens, dtype=torch.long, device="meta"))
+    counted = counter.get_flop_counts()["Global"]
+    model = sizes_of(config)
+    mixer = model.mixer
+    convolved = 2 * mixer.layers * mixer.channels * mixer.width * (tokens + mixer.width - 1)  # with padding
+    assert counted.pop(torch.ops.aten.convolution) == convolved
+    want = model.flops(tokens) / 3 * tokens - 2 * mixer.layers * mixer.channels * mixer.width * tokens
+    want += rotation(whole) * tokens + between_chunks(config, mixer, tokens)
+    assert sum(counted.values()) == want
+
+
+def rotation(whole):
+    """FLOPs of a token's angles, which transformers makes by a product."""
+    rotary = (m for m in whole.modules() if type(m).__name__.endswith("RotaryEmbedding"))
+    return sum(2 * m.inv_freq.numel() for m in rotary)
+
+
+def between_chunks(config, mixer, tokens):
+    """FLOPs of transformers' scan over chunks of Mamba 2, which kernels do as they go."""
+    chunks = tokens // getattr(config, "mamba_chunk_size", tokens) + 1
+    return 2 * mixer.layers * chunks**2 * mixer.recurrence.state if mixer.kind == "Mamba 2" else 0
+
+
+SHAPES = {
+    "qwen3-next-80b-a3b": (kernels.delta_rule(None), ((16, 128), (16, 128), (32, 128), (32,), (32,))),
+    "nemotron-h-8b": (kernels.mamba2(None, torch.zeros(128)), ((128, 64), (128,), (8, 128), (8, 128))),
+}
+"""By model, its recurrence and the shapes of a token's tensors."""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_bytes_are_those_of_the_programs_and_of_the_kernels_states(name, layout):
+    mixer, (kernel, shapes) = PRESETS[name].mixer, SHAPES[name]
+    tensors = tuple(torch.empty(1, 64, *shape, device="meta") for shape in shapes)
+    state, decay = (math.prod(of(tensors)) for of in (kernel.state_shape, kernel.decay_shape))
+    assert (mixer.recurrence.state, mixer.recurrence.decay) == (state, decay)
+    where = Layout(layout), 2**18, 32, 8
+    scanned, rows = scan(*where), halo(*where, reach=mixer.width - 1)
+    most = max(scanned.received(rank, state=4 * state, decay=4 * decay) for rank in range(32))
+    found = exchanges(mixer, layout, 2**18, Ranks(32, 8), H100.rates)
+    assert found["scan of states"][0] == most
+    assert found["halo"][0] == max(rows.received(rank, row=2 * mixer.channels) for rank in range(32))
+    halos = 2 if layout == "zigzag" else 1
+    assert found["halo"][0] == halos * 3 * 2 * mixer.channels
+
+
+def test_each_step_of_a_scan_waits_for_its_busiest_rank():
+    """Four ranks on two nodes: within a node, across, within; by the picture of docs/hybrids.md."""
+    mixer, rates = NEMOTRON.mixer, H100.rates
+    state, decay = 4 * mixer.recurrence.state, 4 * mixer.recurrence.decay
+    near, far = rates.link(inter=False), rates.link(inter=True)
+    steps = [max(state, state + decay) / near, state / far, state / near]
+    _, seconds = exchanges(mixer, "contiguous", 4096, Ranks(4, 2), rates)["scan of states"]
+    assert seconds == pytest.approx(3 * rates.latency + sum(steps), rel=1e-12)
+
+
+def test_a_fragment_in_the_middle_of_a_document_runs_its_kernel_again():
+    """For B, and delta rules for A; numbers are those of 64 tokens a chunk, by hand."""
+    delta, mamba = QWEN.mixer, NEMOTRON.mixer
+    kernel = 32 * (64 * 5 * 128 + 3 * 128 * 128)
+    once, zigzag = work(delta, "zigzag", 2**17, 1), work(delta, "zigzag", 2**17, 8)
+    assert (delta.recurrence.kernel, delta.recurrence.maps) == (kernel, kernel)
+    assert once.products == kernel + 4 * 8192 and zigzag.products == 3 * kernel + 4 * 8192
+    assert once.numbers == delta.kept + delta.recurrence.run and once.states == 0
+    assert zigzag.numbers == delta.kept + 3 * delta.recurrence.run
+    assert zigzag.states == 4 * 2 * 3 * 32 * 128 * 128
+    # 8 groups of B and C, 128 heads of 64 x 128, chunks of 128
+    scan_of_mamba = 8 * 128 * 128 + 128 * (128 * 64 + 2 * 64 * 128)
+    two = work(mamba, "contiguous", 2**17, 2)
+    assert two.products == scan_of_mamba + 4 * 10240
+    assert work(mamba, "contiguous", 2**17, 3).products == 2 * scan_of_mamba + 4 * 10240
+    middle = [each for each in fragments(Layout("contiguous"), 96, 2) if not (each.begins or each.ends)]
+    assert not middle
+
+
+def test_attention_counts_in_the_layers_that_have_it():
+    """Beside the same sizes in which every layer attends."""
+    dense = replace(QWEN, mixer=NONE, without_attention=0)
+    hybrid, plain = (step(model, WAY, 2**18, PLACE).times for model in (QWEN, dense))
+    for part in ("attention forward", "attention backward"):
+        assert hybrid.compute[part] == pytest.approx(plain.compute[part] / 4)
+    assert hybrid.exposed["ring"] == pytest.approx(plain.exposed["ring"] / 4)
+    passes = 36 * 3  # in forward, again, in backward
+    for name, (_, seconds) in exchanges(QWEN.mixer, "zigzag", 2**18, Ranks(16, 8), H100.rates).items():
+        assert hybrid.exposed[name] == pytest.approx(passes * seconds)
+    pairs = 6 * 36 * 16 * 512 * 2**17
+    matrices = 36 * (QWEN.projections - QWEN.mixer.multiplied)
+    assert dense.flops(2**17) - QWEN.flops(2**17) == pytest.approx(pairs + 6 * matrices)
+    kept = {**{name: 0.0 for name in ("attention", "Mamba 2", "MLP")}}
+    shard = shard_of(NEMOTRON, replace(WAY, recompute="none"), 2**18)
+    for share, parts in layers(NEMOTRON, replace(WAY, recompute="none"), shard):
+        for part in parts:
+            kept[part.name] = kept.get(part.name, 0.0) + 52 * share * part.kept
+    own = work(NEMOTRON.mixer, "zigzag", 2**18, 16)
+    assert kept["Mamba 2"] == pytest.approx(24 * (2 * shard.tokens * own.numbers + own.states))
+    assert kept["norms"] == pytest.approx(52 * 8 * shard.tokens * 4096)
+    assert kept["MLP"] == pytest.approx(24 * 4 * shard.tokens * 21504)
+    held = stack(QWEN, replace(WAY, recompute="attention"), 2**18)["kept attention"]
+    assert held == pytest.approx(12 * shard_of(QWEN, WAY, 2**18).result_bytes)
+
+
+def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
+    answer = search(NEMOTRON, 2**17, 1, PLACE, mask="causal & window:4096")
+    assert {one.attention.layout for one in answer.ranked} <= {"zigzag", "contiguous"}
+    assert {one.way.framework for one in answer.ranked} == {"deepspeed"}
+    reason = why_not(Way(cp=16), NEMOTRON, 2**17, PLACE.ranks)
+    assert reason == "layers with a Mamba 2 are Megatron's own there: their exchange is not predicted"
+    shard = shard_of(NEMOTRON, WAY, 2**17)
+    striped = attention(shard, 2**17, Ranks(2, 2), H100.rates, "dilated:64,2")
+    assert striped.layout in ("zigzag", "contiguous", "striped")
+    words = text(planned("nemotron-h-8b", "128K", "h100:2x8", None, None), 3)
+    assert "layers: 4 with attention, 24 with a Mamba 2, which have each 1" in words
+    assert "MB of a scan of states and 0.123 MB of a halo (predicted)" in words
+    assert "scan of states" in words.split("exposed, s: ")[1].splitlines()[0]
+
+
+def _doctor(tmp_path, model, **section):
+    config = {"bf16": {"enabled": True}, "sequence_parallel_size": 4, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(config | {"burst_attention": section}))
+    words = ["--model", str(model), "--seq", "64K", "--world", "4", "--device", "h100"]
+    return CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json"), *words])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_the_doctor_tells_layers_and_what_they_send(name, tmp_path):
+    config = zoo.config_of(name)
+    config.save_pretrained(tmp_path)
+    done = _doctor(tmp_path, tmp_path)
+    assert done.exit_code == 0, done.output
+    kind = sizes_of(config).mixer.kind
+    (line,) = (line for line in done.output.splitlines() if line.startswith("layers: "))
+    assert line.startswith(f"layers: 1 with attention, 1 with a {kind}, which have each ")
+    assert ("of a scan of states and" in line) == (
+        name == "qwen3_next"
+    ) and "MB of a halo (predicted)" in line
+    assert "bytes of attention a step and rank, 1 layers" in done.output and "step (predicted)" in done.output
+
+
+def test_the_doctor_refuses_a_striped_layout_as_the_adapter_does(tmp_path):
+    done = _doctor(tmp_path, "qwen3-next-80b-a3b", layout="striped")
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1
+    assert "refused (layout): layout striped deals neighbouring tokens to different ranks" in done.output
+    assert _doctor(tmp_path, "llama3-8b", layout="striped").exit_code == 0
+
+
+KIMI = {
+    "model_type": "kimi_linear", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 64,
+    "intermediate_size": 128, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32,
+    "num_shared_experts": 1, "first_k_dense_replace": 1, "linear_attn_config": {
+        "full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 4, "head_dim": 16,
+        "short_conv_kernel_size": 4}}  # fmt: skip
+"""As the files of Kimi Linear name their sizes."""
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (KIMI, (1, 3, "Kimi delta attention")),
+        ({**json.loads(zoo.config_of("lfm2").to_json_string()), "layer_types": None, "full_attn_idxs": [0],
+          "tie_embedding": True}, (1, 1, "short convolution")),
+        ({**json.loads(zoo.config_of("qwen3_next").to_json_string()), "layer_types": None,
+          "num_hidden_layers": 8}, (2, 6, "gated delta rule")),
+    ],
+)  # fmt: skip
+def test_layers_are_read_as_makers_name_them(config, layers):
+    model = from_config(config, "made")
+    assert (model.attending, model.mixer.layers, model.mixer.kind) == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "jamba"}, "are not predicted: linear_attention"),
+        (
+            {"linear_num_value_heads": "4"},
+            "linear_num_value_heads must be an integer from 1, or a bool, got '4'",
+        ),
+        ({"layer_types": ["linear_attention"] * 2}, "no layer has attention"),
+        ({"layer_types": ["linear_attention", "hybrid_sliding"]}, "are not predicted: hybrid_sliding"),
+        ({"num_hidden_layers": 3}, "it names the kinds of 2 layers, and has 3"),
+    ],
+)
+def test_other_configurations_are_refused(changes, words):
+    config = {**json.loads(zoo.config_of("qwen3_next").to_json_string()), **changes}
+    with pytest.raises(ValueError, match=words):
+        from_config(config, "made")
