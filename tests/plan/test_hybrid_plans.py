@@ -271,7 +271,7 @@ def test_layers_are_read_as_makers_name_them(config, layers):
         ({"model_type": "jamba"}, "are not predicted: linear_attention"),
         (
             {"linear_num_value_heads": "4"},
-            "linear_num_value_heads must be an integer from 1, or a bool, got '4'",
+            "linear_num_value_heads must be an integer from 1, got '4'",
         ),
         ({"layer_types": ["linear_attention"] * 2}, "no layer has attention"),
         ({"layer_types": ["linear_attention", "hybrid_sliding"]}, "are not predicted: hybrid_sliding"),
@@ -282,3 +282,10 @@ def test_other_configurations_are_refused(changes, words):
     config = {**json.loads(zoo.config_of("qwen3_next").to_json_string()), **changes}
     with pytest.raises(ValueError, match=words):
         from_config(config, "made")
+
+
+def test_patterns_of_megatron_are_refused():
+    words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 64"
+    for flag in ("layer", "override"):
+        with pytest.raises(ValueError, match="--hybrid-layer-pattern M-M. is not planned"):
+            model_of(f"{words} --hybrid-{flag}-pattern M-M*")

@@ -31,6 +31,7 @@ def of_arguments(text: str) -> tuple[Model, dict[str, Any]]:
                  "multi-latent-attention", "qk-layernorm"):  # fmt: skip
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--moe-layer-freq", default="1")
+    parser.add_argument("--hybrid-layer-pattern", "--hybrid-override-pattern")
     a = parser.parse_known_args(_words(text))[0]
     _check(a)
     latent = a.multi_latent_attention
@@ -79,6 +80,8 @@ def _check(a: argparse.Namespace) -> None:
     """Refuse arguments that are missing, not legal, or contradict each other. Raises ValueError."""
     if a.vocab_size is None and a.padded_vocab_size is None:
         raise ValueError("Megatron's arguments name no --vocab-size: the size of the LM head is unknown")
+    if a.hybrid_layer_pattern is not None:
+        raise ValueError(f"--hybrid-layer-pattern {a.hybrid_layer_pattern} is not planned: give layers alike")
     for name, value in vars(a).items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

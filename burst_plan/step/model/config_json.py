@@ -110,12 +110,11 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 
 def _mixer(config: Mapping[str, Any], layers: int) -> Mixer:
     """Return the layers with a recurrence or a convolution."""
-    names = MIXERS[config["mixer"]] if layers else []
-    for name in names:
-        size = config.get(name)
-        if not isinstance(size, int) or size < (not isinstance(size, bool)):
-            raise ValueError(f"{name} must be an integer from 1, or a bool, got {size!r}")
-    return mixer_of(config["mixer"], layers, [config[name] for name in names]) if layers else NONE
+    if not layers:
+        return NONE
+    values = ((name, config.get(name)) for name in MIXERS[config["mixer"]])
+    sizes = [value if isinstance(value, bool) else _size(config, name) for name, value in values]
+    return mixer_of(config["mixer"], layers, sizes)
 
 
 def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool) -> None:

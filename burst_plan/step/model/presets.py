@@ -29,6 +29,5 @@ _TEXT = files("burst_plan.step.model").joinpath("presets.json").read_text(encodi
 PRESETS = {name: from_config(config, name) for name, config in json.loads(_TEXT).items()}
 """By name, from presets.json: 7b, 14b and GPT as papers have them, the others as makers have a config.json.
 
-16 ranks share the heads of gpt-30b in DeepSpeed's figures. Biases and sinks of attention are not counted.
-Tests hold the parameters to those that makers print."""
+Biases and sinks of attention are not counted. Tests hold the parameters to those that makers print."""
 SPELLED = {_spelled(name): model for name, model in PRESETS.items()}
