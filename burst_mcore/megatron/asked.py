@@ -291,7 +291,7 @@ def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
 def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
     """Return Megatron's flags that choose kernels, "" if none does, and the names of the kernels they allow.
 
-    As in Megatron, a version of flash-attn excludes the other versions; it does not ask for flash-attn.
+    A version of flash-attn asks for it; beside --attention-backend fused it says nothing, as in Megatron.
 
     Raises:
         ValueError: `kernel`, the word of --burst-kernel, is not among them.
@@ -302,8 +302,7 @@ def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
         flags, allowed = [f"--attention-backend {backend}"], _BACKENDS[backend]
     if version is not None:
         flags.append(f"--flash-attention-version {version}")
-        others = {*_BACKENDS["flash"]} - {f"flash{version}"}
-        allowed = tuple(name for name in allowed if name not in others)
+        allowed = allowed if backend == "fused" else (f"flash{version}",)
     if kernel not in ("auto", *allowed):
         raise ValueError(f"--burst-kernel {kernel} contradicts {' '.join(flags)}: give one of them")
     return " ".join(flags), allowed

@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 
 import limits
 import numpy as np
@@ -653,7 +652,7 @@ def _interrupt_waits(error, *, agreed):
 
 def _interrupted(rank, size, who, error, agreed):
     """A rank is interrupted while it waits for the agreement; (message, seconds) of each rank's next call."""
-    topology = Topology.from_group(dist.new_group(timeout=timedelta(seconds=40)), intra_size=size)
+    topology = Topology.from_group(dist.new_group(timeout=limits.OF_A_GROUP), intra_size=size)
     _attend(topology=topology)
     dist.barrier()
     store = _get_default_store()
@@ -663,7 +662,7 @@ def _interrupted(rank, size, who, error, agreed):
             _attend(topology=topology)
         store.set("left", "")
     elif not agreed:
-        store.wait(["left"], timedelta(seconds=60))
+        limits.keys(store, "left")
     start = time.monotonic()
     with pytest.raises((ValueError, RuntimeError)) as caught:
         _attend(topology=topology)
@@ -689,7 +688,7 @@ def test_an_interrupt_while_a_rank_waits_is_told_to_the_others_at_once(who, erro
     for rank, (message, seconds) in enumerate(processes(3, _interrupted, who, error, agreed)):
         words = f"make the process group anew ({name}" if rank == who else f"rank {who} of the ring was inter"
         assert words in message and name in message
-        assert seconds < 15  # of 40, after which a rank that does not come is given up
+        assert seconds < limits.AT_ONCE, "an error that came by the limit of the group"
 
 
 def _step(topology, size, *, mask=None, dtype=torch.float32, heads=4):

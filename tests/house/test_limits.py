@@ -66,5 +66,7 @@ def _one_ends(rank, size):
 def test_no_limit_of_a_test_has_a_number_of_its_own():
     """A poll of a second at most is none."""
     for path in (*TESTS.rglob("*.py"), *(TESTS.parent / "examples").rglob("*.py")):
-        numbers = re.findall(r"(?:timeout=|\b(?:join|wait)\()([0-9.]+)", path.read_text())
+        numbers = re.findall(
+            r"(?:timeout=(?:timedelta\(seconds=)?|\b(?:join|wait)\(|\bseconds < )([0-9.]+)", path.read_text()
+        )
         assert max(map(float, numbers), default=0) <= 1, path

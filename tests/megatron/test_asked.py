@@ -108,7 +108,7 @@ PROVED = {
     "bf16": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
     "context_parallel_size": "test_models.py::test_gpt",
     "deterministic_mode": "test_asked.py::test_what_burst_does_not_do_is_refused_by_the_constructor",
-    "flash_attention_version": "test_asked.py::test_a_version_of_flash_attention_excludes_the_others",
+    "flash_attention_version": "test_asked.py::test_a_version_of_flash_attention_is_obeyed_or_refused",
     "fp16": "test_asked.py::test_the_kernel_is_checked_for_the_dtype_of_the_calls",
     "hierarchical_context_parallel_sizes": "test_models.py::test_gpt_on_other_routes",
     "init_method": "test_models.py::test_sinks",
@@ -213,9 +213,8 @@ def _refusals():
         ValueError, match="layer 1: kernel 'cudnn' cannot serve this call: tensors are on cpu"
     ):
         _core(burst=BurstConfig(kernel="cudnn"))
-    assert (
-        _core(_with(transformer_config(Case()), flash_attention_version=2)).burst_config.kernel == "aten-cpu"
-    )
+    with pytest.raises(ValueError, match="layer 1: --flash-attention-version 2: no kernel.*not on cuda"):
+        _core(_with(transformer_config(Case()), flash_attention_version=2))
     assert not _core().burst_config.deterministic
     assert _core(_with(transformer_config(Case()), deterministic_mode=True)).burst_config.deterministic
 
@@ -225,8 +224,8 @@ def test_what_burst_does_not_do_is_refused_by_the_constructor():
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
-def test_a_version_of_flash_attention_excludes_the_others(version, monkeypatch):
-    order = ["flash4", "flash3", "flash2", "cudnn"]
+def test_a_version_of_flash_attention_is_obeyed_or_refused(version, monkeypatch):
+    order = ["te", "cudnn", "flash4", "flash3", "flash2", "aten-flash"]
     stand_ins = {name: Namespace(name=name, supports=lambda problem: None) for name in order}
     monkeypatch.setattr(asked, "KERNELS", stand_ins)
     monkeypatch.setattr(asked, "by_rank", lambda *args: [stand_ins[name] for name in order])
@@ -236,18 +235,22 @@ def test_a_version_of_flash_attention_excludes_the_others(version, monkeypatch):
         return asked.kernel_of(BurstConfig(kernel=word), Namespace(**fields), problem).kernel
 
     assert kernel() == "auto" and kernel(attention_backend="flash") == "flash4"
+    assert kernel(attention_backend="fused") == "te"
     pinned = {"flash_attention_version": version}
     assert kernel(**pinned) == kernel(attention_backend="flash", **pinned) == f"flash{version}"
-    assert kernel(attention_backend="fused", **pinned) == "cudnn"
-    assert kernel(f"flash{version}", **pinned) == f"flash{version}" and kernel("cudnn", **pinned) == "cudnn"
-    other = f"flash{version % 3 + 2}"
-    with pytest.raises(
-        ValueError, match=f"{other} contradicts --flash-attention-version {version}: give one"
-    ):
-        kernel(other, **pinned)
+    assert kernel(attention_backend="fused", **pinned) == "te"
+    assert kernel(f"flash{version}", **pinned) == f"flash{version}"
+    for other in {*order} - {f"flash{version}"}:
+        with pytest.raises(
+            ValueError, match=f"{other} contradicts --flash-attention-version {version}: give one"
+        ):
+            kernel(other, **pinned)
     stand_ins[f"flash{version}"].supports = lambda problem: "not installed"
-    with pytest.raises(ValueError, match=f"flash --flash-attention-version {version}: no kernel serves it"):
-        kernel(attention_backend="flash", **pinned)
+    for fields in ({}, {"attention_backend": "flash"}):
+        with pytest.raises(
+            ValueError, match=rf"--flash-attention-version {version}: no kernel serves it \(.*not installed"
+        ):
+            kernel(**fields, **pinned)
 
 
 def _kernels_for_dtypes():

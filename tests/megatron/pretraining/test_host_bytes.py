@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,15 @@ def _commands():
     """Megatron's flags of every documented command that starts the launcher or chooses burst attention."""
     for page in PAGES:
         text = re.sub(r"\\\n\s*", " ", page.read_text())
-        for number, line in enumerate(re.findall(r"^(?:torchrun|python) .*\.py .*$", text, re.MULTILINE)):
+        for number, line in enumerate(
+            re.findall(r"^(?:srun .*)?(?:torchrun|python) .*\.py .*$", text, re.MULTILINE)
+        ):
             if "burst" in line and "megatron" in line:
                 words = shlex.split(line)
                 script = next(i for i, word in enumerate(words) if word.endswith(".py"))
                 yield (
                     f"{page.name}: {words[script]}, {number}",
-                    [word for word in words[script + 1 :] if word != "..."],
+                    [word for word in words[script + 1 :] if word not in ("...", "$@")],
                 )
 
 
@@ -101,7 +104,8 @@ def _parsed(words):
     from burst_mcore.megatron import cpu
 
     sys.argv = ["train.py", *MODEL, "--train-iters", "1", *words, *cpu.CPU_ARGUMENTS]
-    os.environ["WORLD_SIZE"] = "8" if "--context-parallel-size" in words else "1"
+    sizes = dict(pairwise(words))
+    os.environ["WORLD_SIZE"] = sizes.get("--context-parallel-size", "1")
     args = arguments.parse_args()
     arguments.validate_args(args, DEFAULTS)
     global_vars._GLOBAL_ARGS = args
@@ -209,4 +213,4 @@ def test_a_sample_of_a_million_tokens_takes_bytes_by_the_token(name, made):
 
 def test_the_commands_of_all_pages_are_found():
     pages = [name.split(":")[0] for name, _ in _commands()]
-    assert pages.count("README.md") >= 2 and pages.count("megatron.md") >= 3
+    assert pages.count("README.md") >= 2 and pages.count("megatron.md") >= 3 and "slurm.md" in pages
