@@ -243,7 +243,7 @@ def _says_who_it_is_and_waits(rank, size, folder):
 def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
     start = "import test_bench; from burst_bench.launch import in_processes; "
     work = f"in_processes(2, test_bench._says_who_it_is_and_waits, {str(tmp_path)!r})"
-    paths = os.pathsep.join([str(ROOT / "tests" / "bench"), str(ROOT / "tests"), str(ROOT)])
+    paths = os.pathsep.join([str(ROOT / "tests" / "bench"), str(ROOT / "tests" / "helpers"), str(ROOT)])
     first = subprocess.Popen([sys.executable, "-c", start + work], env={**os.environ, "PYTHONPATH": paths})
 
     def running():
