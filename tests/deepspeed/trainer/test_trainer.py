@@ -101,6 +101,14 @@ def own_compute_loss(self, model, inputs, **_):
     return total / count if shifted is None else burst.whole_loss(total, count)
 
 
+def penalised(self, model, inputs, **options):
+    """The model's loss, and a penalty on weights that is as large."""
+    from transformers import Trainer
+
+    loss = Trainer.compute_loss(self, model, inputs, **options)
+    return loss + 0.1 * sum(p.square().sum() for p in model.parameters() if p.dim() > 1)
+
+
 def trained(
     folder,
     sp,
@@ -213,6 +221,8 @@ OTHERS = {
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
     "loss of logits": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)]},
+    "loss of logits, ZeRO-3": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "stage": 3},
+    "a penalty": {"data": UNEQUAL, "own": [("compute_loss", penalised)]},
     "flattened rows": {"data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2},
     "equal labels": {"data": [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in UNEQUAL]},
 }  # fmt: skip
