@@ -81,11 +81,11 @@ def told(model: Model, layout: str, seq: int, ranks: Ranks, rates: Rates) -> lis
     if not (mixer := model.mixer).layers:
         return []
     own, there = work(mixer, layout, seq, ranks.size), exchanges(mixer, layout, seq, ranks, rates)
+    flops, kept = 2 * (mixer.matrices + own.products), 2 * own.numbers
     sent = " and ".join(f"{size / 1e6:.3g} MB of a {name}" for name, (size, _) in there.items())
-    return [
-        f"layers: {model.attending} with attention, {mixer.layers} with a {mixer.kind}, which have each "
-        f"{(mixer.matrices + mixer.others) / 1e6:.3g} million parameters, "
-        f"{2 * (mixer.matrices + own.products) / 1e6:.3g} MFLOPs and {2 * own.numbers / 1e3:.3g} KB a token"
-        + f"; in a pass the busiest rank receives {sent} (predicted)"
-        * (ranks.size > 1)
-    ]
+    words = (
+        f"layers: {model.attending} with attention, {mixer.layers} with a {mixer.kind}; each of these has "
+        f"{(mixer.matrices + mixer.others) / 1e6:.3g} million parameters, a token takes "
+        f"{flops / 1e6:.3g} MFLOPs in forward and keeps {kept / 1e3:.3g} KB"
+    )
+    return [words + f"; in a pass the busiest rank receives {sent} (predicted)" * (ranks.size > 1)]

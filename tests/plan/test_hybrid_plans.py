@@ -206,7 +206,7 @@ def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
     striped = attention(shard, 2**17, Ranks(2, 2), H100.rates, "dilated:64,2")
     assert striped.layout in ("zigzag", "contiguous", "striped")
     words = text(planned("nemotron-h-8b", "128K", "h100:2x8", None, None), 3)
-    assert "layers: 4 with attention, 24 with a Mamba 2, which have each 1" in words
+    assert "layers: 4 with attention, 24 with a Mamba 2; each of these has 110 million parameters" in words
     assert "MB of a scan of states and 0.123 MB of a halo (predicted)" in words
     assert "scan of states" in words.split("exposed, s: ")[1].splitlines()[0]
 
@@ -226,7 +226,7 @@ def test_the_doctor_tells_layers_and_what_they_send(name, tmp_path):
     assert done.exit_code == 0, done.output
     kind = sizes_of(config).mixer.kind
     (line,) = (line for line in done.output.splitlines() if line.startswith("layers: "))
-    assert line.startswith(f"layers: 1 with attention, 1 with a {kind}, which have each ")
+    assert line.startswith(f"layers: 1 with attention, 1 with a {kind}; each of these has ")
     assert ("of a scan of states and" in line) == (
         name == "qwen3_next"
     ) and "MB of a halo (predicted)" in line
