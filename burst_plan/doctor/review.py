@@ -95,8 +95,8 @@ def predicted(
     if reason is not None:
         raise NotPredictedError(reason)
     try:
-        shard, ranks = replace(shard_of(model, way, seq), batch=batch), way.ring(place.ranks)
-        runs = attention(shard, seq, ranks, place.rates, mask, config)
+        shard = replace(shard_of(model, way, seq), batch=batch, grad_dtype=config.grad_dtype)
+        runs = attention(shard, seq, way.ring(place.ranks), place.rates, mask, config)
     except ValueError as error:
         raise NotPredictedError(str(error)) from None
     return PredictedStep(model, way, batch * seq, place, runs, mask)

@@ -9,7 +9,7 @@ from importlib.resources import files
 from burst_plan.step.model.config_json import from_config
 from burst_plan.step.model.sizes import Model
 
-SUFFIXES = re.compile(r"(-(hf|base|chat|instruct|thinking|v0\.\d|\d{4}))+$")
+SUFFIXES = re.compile(r"(-(hf|base|chat|instruct|thinking|v0\.\d|\d{4}|\dk))+$")
 """Ends of names of trained models, which say nothing of sizes."""
 SAME_SIZES = re.compile(r"^(llama-?3)\.[13]|^(deepseek-v3)\.1")
 """Releases with the sizes of an older one: Llama 3.1 and 3.3, DeepSeek-V3.1."""
