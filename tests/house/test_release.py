@@ -19,7 +19,8 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 BUILD = "from setuptools import build_meta as b; b.build_{}({!r})"
 NEEDED = (
     "burst_mcore/py.typed", "burst_plan/py.typed", "burst_bench/py.typed", "burst_plan/step/page.html",
-    "burst_plan/step/errors.json", "burst_plan/patches/README.md",
+    "burst_plan/step/errors.json", "burst_plan/step/model/presets.json",
+    "burst_plan/step/model/families.json", "burst_plan/patches/README.md",
 )  # fmt: skip
 
 

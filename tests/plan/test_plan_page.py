@@ -143,9 +143,11 @@ def test_a_bad_model_leaves_no_page(tmp_path):
     assert done.exit_code == 2 and not list(tmp_path.iterdir())
 
 
-def test_a_wheel_has_the_template_and_the_table_of_errors():
+def test_a_wheel_has_the_template_and_all_tables():
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert {"page.html", TABLE} == set(packaged["burst_plan.step"])
+    step = ROOT / "burst_plan" / "step"
+    there = {str(path.relative_to(step)) for suffix in ("html", "json") for path in step.rglob(f"*.{suffix}")}
+    assert {"page.html", TABLE} < there == set(packaged["burst_plan.step"])
 
 
 def _shown(page, words, folder):
