@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -47,15 +47,18 @@ def call_of(request: Request, lengths: tuple[int, ...]) -> Call:
     return call
 
 
-def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None = None) -> list[Future[None]]:
+def prepare(
+    mask: Mask | Callable[[Mask], Mask], *, tokens: int, ranks: int, layout: Layout | str | None = None
+) -> list[Future[None]]:
     """Plan calls like those that were made, for a batch that will come. Returns at once.
 
     This plans every kind of call over so many ranks that this process has made. Each keeps its own mask but
-    for documents, intersected with `mask`. A call that comes before its plan is made waits for the plan.
-    Before the first call there is nothing to plan.
+    for documents and trees, intersected with `mask`. A call that comes before its plan is made waits for the
+    plan. Before the first call there is nothing to plan.
 
     Args:
-        mask: the mask of the batch, such as Mask.documents(cu_seqlens).
+        mask: the mask of the batch, such as Mask.documents(cu_seqlens). Or a function that returns the mask
+            of a layer, such as partial(tree_mask, tree), of the layer's own. Its ValueErrors are left out.
         tokens: tokens of the whole sequence.
         ranks: ranks of the ring.
         layout: the batch's own layout, if it is not that of the calls before.
@@ -66,17 +69,19 @@ def prepare(mask: Mask, *, tokens: int, ranks: int, layout: Layout | str | None 
     Raises:
         ValueError: mask is no Mask, or the layout is no layout.
     """
-    if not isinstance(mask, Mask):
+    if not (isinstance(mask, Mask) or callable(mask)):
         raise ValueError(f"mask must be a Mask, got {brief(mask)}: Mask.documents(cu_seqlens), ...")
     dealt = None if layout is None else Layout.of(layout)
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
     futures = []
     for request in [kind for kind in list(_remembered.values()) if kind.ranks.size == ranks]:
         config = request.config if dealt is None else replace(request.config, layout=dealt)
-        request = replace(request, mask=request.mask & mask, config=config)
-        future = worker.submit(_plan, request, tokens)
-        _pending[request.mask] = future
-        future.add_done_callback(partial(_forget, request.mask))
+        try:
+            own = request.mask & mask if isinstance(mask, Mask) else mask(request.mask)
+        except ValueError:  # batches like this one have no such call
+            continue
+        future = _pending[own] = worker.submit(_plan, replace(request, mask=own, config=config), tokens)
+        future.add_done_callback(partial(_forget, own))
         futures.append(future)
     worker.shutdown(wait=False)  # its thread ends with the last plan: none is left for forks to trip over
     return futures
@@ -104,7 +109,7 @@ def one_ahead(batches: Iterator[AnyBatch]) -> Iterator[AnyBatch]:
 
 def remember(request: Request) -> None:
     """Let `prepare` plan calls like this one."""
-    request = replace(request, mask=request.mask.without_documents)
+    request = replace(request, mask=request.mask.of_layer)
     key = replace(
         request, config=replace(request.config, layout="zigzag"), shard=replace(request.shard, tokens=0)
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from burst_mcore.digest import digest
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened, united
 from burst_mcore.mask.tables import documents_of, images_of, integers, is_int, pairs_of, tree_of
-from burst_mcore.mask.terms import Blocks, Chunks, Documents, Images, Ranges, Stride, Term, Window
+from burst_mcore.mask.terms import Blocks, Chunks, Documents, Images, Ranges, Stride, Term, Tree, Window
 from burst_mcore.registry import Registered, register
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
@@ -281,6 +281,8 @@ class Mask(Registered):
                 terms[terms.index(same)] = Documents(digest(ends), ends)
             elif term not in terms:
                 terms.append(term)
+        if any(isinstance(term, Tree) for term in terms):  # which looks back by itself
+            windows = [Window(window.left, None) for window in windows if window.left is not None]
         sides = [[getattr(w, side) for w in windows if getattr(w, side) is not None] for side in _SIDES]
         head: list[Term] = [Window(*(min(side, default=None) for side in sides))] if windows else []
         head += [Stride(math.lcm(*steps))] if steps else []
@@ -318,13 +320,10 @@ class Mask(Registered):
         return max(ends, key=len, default=None)
 
     @property
-    def without_documents(self) -> Mask:
-        """The same mask without documents: they see each other."""
-        return Mask(tuple(term for term in self.terms if not isinstance(term, Documents)))
-
-    def with_documents(self, ends: Tensor) -> Mask:
-        """Return the same mask with other documents in the place of its own."""
-        return self.without_documents & Mask.documents(ends)
+    def of_layer(self) -> Mask:
+        """The mask of the layer in any batch: without documents and the branches of a tree."""
+        stay = [(term,) if term.of_layer is None else term.of_layer for term in self.terms]
+        return Mask() & Mask(tuple(chain(*stay)))
 
     @property
     def stride(self) -> int:

@@ -16,6 +16,9 @@ class Term:
     `str` of a term says all of it: equal words are equal terms, on all ranks.
     """
 
+    of_layer: tuple[Term, ...] | None = None
+    """The terms that stay in its place when a batch with other documents or branches comes; None: itself."""
+
     def check(self, n: int) -> None:
         """Raise ValueError if the term does not go with a sequence of n tokens."""
 
@@ -82,6 +85,7 @@ class Documents(Term):
     digest: str
     ends: Tensor = field(compare=False)
     """cu_seqlens, int64, from 0, without empty documents."""
+    of_layer = ()
 
     def __str__(self) -> str:
         return f"documents({len(self.ends) - 1}, #{self.digest})"
@@ -215,6 +219,7 @@ class Tree(Term):
     """The node before each node; -1 for a root."""
     ends: Tensor = field(compare=False)
     """Where nodes begin, and at last where the last node ends."""
+    of_layer = (Window(None, 0),)
 
     def __str__(self) -> str:
         return f"tree({len(self.parents)}, #{self.digest})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,32 +31,25 @@ def planned_ahead(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dic
 
 def _ahead(rest: Iterator[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
     for first in rest:
-        every = itertools.chain([first], rest)
-        yield from one_ahead(_planned(every, ranks)) if _is_packed(first) else [first]
+        every = (_planned(batch, ranks) for batch in itertools.chain([first], rest))
+        yield from one_ahead(every) if _is_packed(first) else [first]
 
 
 def _is_packed(batch: Any) -> bool:
-    if not isinstance(batch, dict) or not isinstance(batch.get("cu_seqlens"), Tensor):
-        return False
-    tokens = batch.get("tokens")
-    return isinstance(tokens, Tensor) and tokens.dim() == 2
+    ends, tokens = (batch.get(x) if isinstance(batch, dict) else None for x in ("cu_seqlens", "tokens"))
+    return isinstance(ends, Tensor) and isinstance(tokens, Tensor) and tokens.dim() == 2
 
 
-def _planned(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
-    for batch in batches:
-        if _is_packed(batch):
-            _plan(batch, ranks)
-        yield batch
-
-
-def _plan(batch: dict[str, Any], ranks: int) -> None:
+def _planned(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the batch, planned if it is packed."""
+    if not _is_packed(batch):
+        return batch
     rows, length = batch["tokens"].shape
     ends, slots = (_merged(batch.get(name), length) for name in ("cu_seqlens", "cu_seqlens_padded"))
-    try:
+    with suppress(ValueError):  # the forward raises it
         packing = packing_of(ends, slots, rows * length, ranks)
-    except ValueError:  # the forward raises it
-        return
-    prepare(packing.documents, tokens=rows * length, ranks=ranks, layout=packing.layout)
+        prepare(packing.documents, tokens=rows * length, ranks=ranks, layout=packing.layout)
+    return batch
 
 
 def _merged(ends: Tensor | None, length: int) -> Tensor | None:

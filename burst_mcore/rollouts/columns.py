@@ -41,16 +41,14 @@ class Columns:
         assert self.weights is not None
         flat, labels = logits.float().view(-1, logits.shape[-1]), options["shift_labels"].reshape(-1)
         losses = cross_entropy(flat, labels, ignore_index=IGNORED, reduction="none")
-        total: Tensor = (losses * self.weights.reshape(-1)).sum() / options["num_items_in_batch"]
-        return total
+        return (losses * self.weights.reshape(-1)).sum().div(options["num_items_in_batch"])
 
     def why_not_served(self, model: nn.Module, *beside: tuple[str, object]) -> str | None:
         """Return why a forward does not know the branches of the tree. beside: (name, is there) of others."""
         if self.tree is None:
             return None
         there = [type(mixer).__name__ for mixer in mixers_of(model).values()]
-        configs = (getattr(module, "config", None) for module in model.modules())
-        chunks = any(getattr(config, "attention_chunk_size", None) for config in configs)
+        chunks = any(getattr(getattr(m, "config", 0), "attention_chunk_size", 0) for m in model.modules())
         there += [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
         return f"{there[0]} does not know its branches: use rows apart" if there else None
 

@@ -1,21 +1,25 @@
 """The tree of a row: nodes of tokens, their depths, and the mask of a layer.
 
-A tree is a tensor of one dim, which nothing deals as it deals tokens: the parents of all nodes (-1 for a
-root), and behind them their lengths.
+A tree is a tensor of one dim, which nothing deals as tokens: parents of all nodes (-1: a root), then lengths.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, tensor
 
 from burst_mcore.digest import digest
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import tightened
-from burst_mcore.mask.terms import Ranges, Window
+from burst_mcore.mask.terms import Ranges, Term, Window
 
 
-class _Disjoint(Ranges):
+@dataclass(frozen=True)
+class _InWindow(Ranges):
+    of_layer: tuple[Term, ...] | None
+
     def bands(self, n: int) -> Tensor:
         return self.slices  # no pair is in two of them
 
@@ -35,11 +39,10 @@ def tree_mask(tree: Tensor, window: Mask | None = None) -> Mask:
     lefts = [term.left for term in terms if isinstance(term, Window)]
     if len(lefts) < len(terms):
         raise ValueError(f"beside a tree the mask of a layer is causal or a window, got {window}")
-    left = lefts[0] if lefts else None
-    if left is None or left > int(depths(tree).max()):
+    if not lefts or lefts[0] is None or lefts[0] > int(depths(tree).max()):
         return mask
-    slices = torch.tensor(_slices(tree, left))
-    return Mask((_Disjoint(digest(slices), tightened(slices), slices[:, :4]),))
+    slices = torch.tensor(_slices(tree, lefts[0]))
+    return Mask((_InWindow(digest(slices), tightened(slices), slices[:, :4], (Window(lefts[0], 0),)),))
 
 
 def depths(tree: Tensor) -> Tensor:
@@ -52,8 +55,7 @@ def depths(tree: Tensor) -> Tensor:
 def padded(tree: Tensor, more: int) -> Tensor:
     """Return the tree with `more` tokens of padding behind it, which see themselves alone."""
     parents, lengths = nodes_of(tree)
-    root, last = parents.new_tensor([-1]), lengths.new_tensor([more])
-    return torch.cat([parents, root, lengths, last]) if more else tree
+    return torch.cat([parents, tensor([-1]), lengths, tensor([more])]) if more else tree
 
 
 def nodes_of(tree: Tensor) -> tuple[Tensor, Tensor]:

@@ -180,7 +180,7 @@ def _row(candidate: Candidate, chosen: Mapping[str, Candidate]) -> dict[str, Any
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,
         "kernel ms": candidate.compute_seconds * 1e3,
-        "exposed ms": candidate.exposed_seconds * 1e3,
+        "exposed ms": max(0.0, candidate.seconds - candidate.compute_seconds) * 1e3,
         "resident MB": candidate.resident_bytes / 1e6,
         "inter MB": candidate.inter_bytes / 1e6,
         "intra MB": candidate.intra_bytes / 1e6,

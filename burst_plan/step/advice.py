@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from burst_mcore.mask.terms import Window
+from burst_mcore.mask.terms import Documents, Window
 from burst_plan.step.figures import PredictedStep
 from burst_plan.step.way import NOT_EXPRESSIBLE
 from burst_plan.words import mask_of
@@ -140,7 +140,7 @@ def of_windows(step: PredictedStep) -> list[str]:
 def _mask(step: PredictedStep) -> tuple[int | None, bool, bool]:
     """Return a mask as frameworks ask for it: (tokens back of a window, documents, whether that is all)."""
     mask = mask_of(step.mask, step.seq)
-    match mask.without_documents.terms:
-        case (Window(left=left, right=0),):
+    match [term for term in mask.terms if not isinstance(term, Documents)]:
+        case [Window(left=left, right=0)]:
             return left, mask.document_ends is not None, True
     return None, False, False

@@ -293,7 +293,7 @@ def test_rates_that_hide_messages_leave_nothing_exposed(kv_heads):
     shape = share_of(4096, 8, kv_heads, 64)
     question = Question(shape, Layout("zigzag"), Mask.causal(), 4 * 4096, Ranks(4, 2), HIDDEN)
     way = fastest(BurstConfig(head_parallel="auto"), question)
-    assert way.exposed_seconds < 0.01 * way.seconds
+    assert way.compute_seconds > 0.99 * way.seconds
 
 
 class Judged(attention.AttentionCase):

@@ -1,4 +1,4 @@
-"""Packed documents, other ones in every batch: the loader plans ahead, and steps do not wait."""
+"""Packed documents and trees, other ones in every batch: the loader plans ahead, and steps do not wait."""
 
 import random
 import threading
@@ -14,6 +14,7 @@ from test_trainer import trained
 from burst_mcore.attention import call as call_module
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention.operator import agree, ops
+from burst_mcore.rollouts import fold
 from burst_mcore.transformers.data.loader import ShardedLoader
 
 TOKENS, STEPS = 4096, 8
@@ -92,6 +93,41 @@ def test_a_batch_is_handed_out_once_the_next_is_planned(monkeypatch):
         seen.append((len(planned), torch.equal(batch["input_ids"], batches[len(seen)]["input_ids"])))
     assert seen == [(2, True), (3, True), (3, True)]
     assert prepare_module.prepare(planned[0], tokens=TOKENS, ranks=97) == []
+
+
+def _groups(count):
+    """Batches of rollouts of one prompt, which share more or less of it in each."""
+    for batch in range(count):
+        draw = torch.Generator().manual_seed(batch)
+        prompt, *answers = (
+            torch.randint(3, VOCABULARY, (n + batch,), generator=draw) for n in (30, 5, 9, 12)
+        )
+        yield fold([torch.cat([prompt, answer]) for answer in answers]).batch
+
+
+def _of_trees(rank, size):
+    """(masks of the calls of each step, masks planned until its batch was handed out)."""
+    planned, called = [], []
+    plan, wait = prepare_module._plan, prepare_module.await_plan
+    prepare_module._plan = lambda request, tokens: (planned.append(str(request.mask)), plan(request, tokens))
+    prepare_module.await_plan = lambda mask: (called.append(str(mask)), wait(mask))
+    engine, loader = start(config_of(1, size), _groups(6), kind="Gemma2", sliding_window=16)
+    steps = []
+    for batch in loader:
+        before = {*planned}
+        called.clear()
+        engine.backward(engine(**batch).loss)
+        engine.step()
+        steps.append(({*called}, before))
+    return steps
+
+
+def test_the_trees_of_rollouts_are_planned_ahead_with_each_window():
+    for steps in processes(2, _of_trees):
+        for calls, planned in steps[2:]:  # the first finds out what calls are like, when the second is there
+            assert len(calls) == 2 and calls <= planned
+        every = {mask for calls, _ in steps[2:] for mask in calls}
+        assert len(every) == 8 and steps[-1][1] == every  # and no other plan was made
 
 
 def _order(rank, size, folder):

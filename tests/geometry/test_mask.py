@@ -18,6 +18,7 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import positions
 from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
 from burst_mcore.machines import MACHINES
+from burst_mcore.rollouts import tree_mask
 
 
 def from_bands(mask, n):
@@ -138,6 +139,14 @@ def test_masks_are_values():
     )
     assert Mask.documents([0, 2, 5]) == Mask.documents(torch.tensor([0, 2, 5], dtype=torch.int32))
     assert Mask.documents([0, 2, 5]) != Mask.documents([0, 3, 5])
+    assert Mask.causal() & Mask.tree([-1, 0], [2, 3]) == Mask.tree([-1, 0], [2, 3])
+
+
+def test_the_mask_of_a_layer_stays_when_documents_and_branches_change():
+    tree, packed, window = torch.tensor([-1, 0, 0, 2, 3, 4]), Mask.documents([0, 2, 9]), Mask.window(1, 0)
+    assert tree_mask(tree).of_layer == (Mask.causal() & packed).of_layer == Mask.causal()
+    assert tree_mask(tree, window).of_layer == (window & packed).of_layer == window
+    assert packed.of_layer == Mask.full() and Mask.dilated(3, 2).of_layer == Mask.dilated(3, 2)
     assert len({Mask.causal(), Mask.window(-1, 0), Mask.full() & Mask.causal()}) == 1
     assert str(Mask.causal() & Mask.documents([0, 2, 5])).startswith("causal & documents(2, #")
     assert str(Mask.documents([0, 2, 5])) != str(Mask.documents([0, 3, 5]))  # ranks compare the words

@@ -59,11 +59,6 @@ class Candidate:
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Time in which the busiest rank's kernel does not run: communication that is not hidden."""
-        return max(0.0, self.seconds - self.compute_seconds)
-
     def __str__(self) -> str:
         ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
         ring = f"mesh of {self.route.rings} x {self.route.places}" if self.route.rings > 1 else ring

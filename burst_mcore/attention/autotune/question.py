@@ -112,11 +112,11 @@ def _typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mas
     if layout.kind == "zigzag-documents":
         length = max(1, round(length / (2 * size))) * 2 * size
         even = torch.tensor([*range(0, n, length), n])
-        return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.with_documents(even)
+        return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.of_layer & Mask.documents(even)
     if layout.kind == "chunks":
         dealt = size * len(layout.chunks[0])
         layout = Layout("chunks", chunks=tuple(tuple(range(r, dealt, size)) for r in range(size)))
-    return layout, mask.with_documents(_uneven(n, length))
+    return layout, mask.of_layer & Mask.documents(_uneven(n, length))
 
 
 def _uneven(n: int, length: int) -> Tensor:

@@ -108,7 +108,7 @@ def passes_of(args: ForwardArgs, call: Call) -> tuple[Pass, ...]:
 
 def _description_of(args: ForwardArgs, request: Request, call: Call) -> object:
     """Return the properties by which a forward is like an earlier one, whatever the documents."""
-    shard, config, mask = request.shard, request.config.handle, request.mask.without_documents
+    shard, config, mask = request.shard, request.config.handle, request.mask.of_layer
     fields = shard, config, request.scores, mask, request.return_lse
     return Pass.FORWARD, *fields, call.route, call.direction, call.kernel.name, *_signature_of(args).values()
 

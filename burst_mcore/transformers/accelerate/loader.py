@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import BatchSampler
 
+from burst_mcore.rollouts.columns import TREE
 from burst_mcore.transformers.data.batches import CUMULATED, IGNORED
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
@@ -172,23 +174,19 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         ]
         turns = -(-len(batches) // self.groups)
         mine = batches[group :: self.groups]
-        return [{**each, _UPCOMING: None} for each in [*mine, batches[0]][:turns]]
+        return [{**each, _UPCOMING: {}} for each in [*mine, batches[0]][:turns]]
 
-    def _upcoming(self) -> Tensor | None:
-        """Return the position_ids of this rank's batch in the next load, if that was read and has documents.
+    def _upcoming(self) -> dict[str, Any]:
+        """Return positions and tree of this rank's batch in the next load, if that was read and has them.
 
         All ranks of the group tell each other, and plan for it while they work on this load.
         """
-        batch = self._newest.batch
-        if getattr(self.dl, "end_of_dataloader", False) or not isinstance(batch, Mapping):
-            return None
-        if not any(name in batch for name in (*CUMULATED, "position_ids")):
-            return None
-        try:
-            positions: Tensor = super()._prepared(batch)["position_ids"]
-        except RefusedError:  # that batch's own turn will say so
-            return None
-        return positions
+        batch, ended = self._newest.batch, getattr(self.dl, "end_of_dataloader", False)
+        if isinstance(batch, Mapping) and not ended and {*CUMULATED, "position_ids"} & {*batch}:
+            with suppress(RefusedError):  # that batch's own turn will say so
+                whole = super()._prepared(batch)
+                return {name: whole[name] for name in ("position_ids", TREE) if name in whole}
+        return {}
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
         self.rows = len(whole["input_ids"])
@@ -236,7 +234,7 @@ class _Newest:
 
 
 _UPCOMING = "burst_mcore_upcoming"
-"""The key under which a rank's batch brings the positions of the batch after it."""
+"""The key under which a rank's batch brings the positions and the tree of the batch after it."""
 _BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": True}
 """How a dealer of Accelerate's fills an evaluation's last load with whole batches, and drops none of it.
 

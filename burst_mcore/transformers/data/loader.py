@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -23,6 +24,8 @@ from burst_mcore.agreement import Collective
 from burst_mcore.attention.prepare import one_ahead, prepare
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
+from burst_mcore.rollouts import tree_mask
+from burst_mcore.rollouts.columns import TREE
 from burst_mcore.transformers.data.batches import READ, collated, dealt, digest_of_batch, documents, prepared
 from burst_mcore.transformers.errors import RefusedError
 
@@ -97,7 +100,7 @@ class ShardedLoader:
         batches = iter(self.loader)
         while wholes := self.agreed(lambda: next(batches)):
             for whole in wholes:
-                self._plan(whole.get("position_ids"))
+                self._plan(whole)
             for whole in self._in_turn(wholes):
                 yield self._part(whole)
 
@@ -143,18 +146,19 @@ class ShardedLoader:
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
 
-    def _plan(self, position_ids: torch.Tensor | None) -> None:
-        """Have attention plan for the documents of a batch."""
+    def _plan(self, batch: Mapping[str, Any]) -> None:
+        """Have attention plan for the tree of a batch, or for its documents."""
+        position_ids = batch.get("position_ids")
         if position_ids is None:
             return
-        try:
-            rows = set(documents(position_ids))
-        except RefusedError:  # the forward says so
+        planned = partial(prepare, tokens=position_ids.shape[1], ranks=self.size, layout=self.layout)
+        if TREE in batch:
+            planned(partial(tree_mask, batch[TREE]))
             return
-        if any(len(ends) > 2 for ends in rows):
-            for ends in rows:
-                mask = Mask.documents(ends) if len(ends) > 2 else Mask.full()
-                prepare(mask, tokens=position_ids.shape[1], ranks=self.size, layout=self.layout)
+        with suppress(RefusedError):  # the forward says so
+            rows = set(documents(position_ids))
+            for ends in rows if any(len(ends) > 2 for ends in rows) else ():
+                planned(Mask.documents(ends) if len(ends) > 2 else Mask.full())
 
     def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
         if self.own and self.group is not None:
@@ -192,8 +196,7 @@ def shard_of_whole_batch(
     dealer = ShardedLoader((), group=group, device=arguments["input_ids"].device, **dealing)
     dealer.from_caller = True
     (whole,) = dealer.agreed(lambda: batch)
-    others = {name: value for name, value in arguments.items() if name not in batch}
-    return {**others, **dealer._part(whole)}
+    return {**{n: x for n, x in arguments.items() if n not in batch}, **dealer._part(whole)}
 
 
 def loader_for(
