@@ -1,4 +1,4 @@
-"""Writes the tables of the docs that follow from the code: settings, flags, keys, tests of Megatron, bytes.
+"""Writes the tables of the docs that follow from the code: settings, flags, tests of Megatron, bytes, plans.
 
 The table of the planner's errors is written, too: the package has a copy.
 
@@ -24,10 +24,16 @@ from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
 from burst_mcore.megatron.arguments import flag_of
 from burst_plan.step.figures import TABLE
+from burst_plan.step.memory import total
+from burst_plan.step.planned import planned
 
 DOCS = Path(__file__).parents[1]
 TESTS = DOCS.parent / "tests"
 PUBLIC = DOCS.parent / "benchmarks" / "public"
+
+
+QUICK = 64
+"""GPUs up to which the planner answers within seconds; for 1024 it takes tens of seconds."""
 
 
 def pages() -> dict[str, str]:
@@ -70,6 +76,30 @@ def _planning() -> str:
     )
 
 
+def scale(most: int) -> str:
+    """The guide with the plans that its commands print; rows of more than `most` GPUs stay as they are."""
+    page = (DOCS / "guides" / "scale.md").read_text()
+    head = f"{'|---' * 8}|\n"
+    old = page.partition(head)[2].splitlines()
+    commands = [line.split() for line in page.splitlines() if line.startswith("burst-mcore plan ")]
+    asked = [dict(zip(words[2::2], words[3::2], strict=True)) for words in commands]
+    return with_rows(page, head, (_plan(words, most) or row for words, row in zip(asked, old, strict=False)))
+
+
+def _plan(words: Mapping[str, str], most: int) -> str | None:
+    """The row of a command of the planner; None for more than `most` GPUs."""
+    nodes, gpus = map(int, words["--cluster"].partition(":")[2].split("x"))
+    if nodes * gpus > most:
+        return None
+    batch = int(words.get("--batch", 1))
+    best = planned(words["--model"], words["--seq"], words["--cluster"], batch, None).chosen
+    assert best is not None
+    return (
+        f"| {nodes} x {gpus} | {words['--seq']} | {batch} | {best.way} | {best.tokens_per_second:.0f} | "
+        f"{best.mfu:.0%} | {best.errors.range} | {total(best.memory) / 1e9:.0f} |"
+    )
+
+
 def _messages() -> str:
     return with_messages((DOCS / "reference/messages.md").read_text())
 
@@ -82,6 +112,7 @@ WRITERS: dict[str, Callable[[], str]] = {
     "guides/planning.md": _planning,
     "reference/messages.md": _messages,
     "evidence/predictions.md": lambda: page(PUBLIC),
+    "guides/scale.md": lambda: scale(QUICK),
     f"../burst_plan/step/{TABLE}": lambda: table(PUBLIC),
 }
 """What writes each page."""
@@ -239,5 +270,5 @@ def _legal(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
+    for name, text in {**pages(), "guides/scale.md": scale(10**6)}.items():
         (DOCS / name).write_text(text)

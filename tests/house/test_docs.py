@@ -1,6 +1,7 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
 import ast
+import os
 import re
 import runpy
 import shlex
@@ -249,9 +250,35 @@ def test_tables_of_settings_are_made_from_the_configuration():
 def test_tables_are_as_the_code_writes_them(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     pages = runpy.run_path(str(ROOT / "docs" / "scripts" / "tables.py"))["pages"]()
-    assert len(pages) == 8
+    assert len(pages) == 9
     for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text() == text, f"make tables: {name} is not as the code says"
+
+
+@pytest.mark.slow
+def test_plans_of_every_scale_are_as_the_planner_makes_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    scale, start = runpy.run_path(str(ROOT / "docs" / "scripts" / "tables.py"))["scale"], sum(os.times()[:4])
+    text = scale(1024)
+    assert sum(os.times()[:4]) - start < 60 and "of 1024 GPUs above takes less than a minute on" in text
+    assert "| 128 x 8 |" in text, "the row that the quick test leaves out"
+    assert (ROOT / "docs" / "guides" / "scale.md").read_text() == text, "make tables: the planner differs"
+
+
+def test_the_kernels_share_of_a_call_in_the_guide_is_that_of_explain():
+    from typer.testing import CliRunner
+
+    from burst_plan.cli import app
+
+    page = " ".join((ROOT / "docs" / "guides" / "scale.md").read_text().split())
+    told = r"(\d+ %) of a call over 64K .*? (\d+ %) over 32K \(predicted by `burst-mcore (.*?)`\)"
+    long, short, command = re.search(told, page).groups()
+    for seq, share in (("64K", long), ("32K", short)):
+        words = shlex.split(command.replace("64K", seq))
+        head, _, *rows = CliRunner(env={"COLUMNS": "300"}).invoke(app, words).output.splitlines()
+        row = next(row for row in rows if row.startswith("*"))  # the way of a call by default
+        total, kernel = (float(row[: head.index(x) + len(x)].split()[-1]) for x in ("total ms", "kernel ms"))
+        assert f"{100 * kernel / total:.0f} %" == share
 
 
 def test_every_error_has_an_entry(monkeypatch):
