@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 import time
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -507,6 +508,24 @@ def _made_anew(rank, size, kind):
 def test_rings_made_anew_leave_no_threads_and_no_connections(kind):
     for counts in processes(4, _made_anew, kind):
         assert counts[2:] == counts[1:2] * 3
+
+
+def _let_go(rank, size):
+    """Whether a group is gone as soon as its ring is closed, and not with the next collection of garbage."""
+    topology = Topology.from_group(dist.group.WORLD)
+    q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
+    burst_attention(q, k, v, topology=topology, mask=Mask.causal()).sum().backward()
+    gc.collect()
+    gc.disable()
+    world = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    module._forget_destroyed()
+    dist.barrier = lambda: None
+    return world() is None and topology.communicators.destroyed
+
+
+def test_ranks_do_not_wait_for_one_that_closed_its_ring():
+    assert processes(2, _let_go) == [True, True]
 
 
 def _beside_a_newcomer(rank, size):

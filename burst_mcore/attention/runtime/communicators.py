@@ -98,7 +98,8 @@ class Communicators:
         _disconnect(self.control)  # else exchanges that a rank has left end with the group's time-out
         for group in filter(exists, self._own):
             dist.destroy_process_group(group)
-        self.abandoned.clear()  # nothing is written any more
+        for kept in (self.abandoned, self._own, self._made, self.transports, self._groups):
+            kept.clear()  # the connections of a group end with the last reference to it
 
     def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
         ranks = [self.ranks[rank] for rank in members]
