@@ -5,8 +5,8 @@
 
 A rank that dies, is interrupted or fails must be noticed by all others within BOUND; a new process takes the
 place of a dead one, and the others go on. Each step leaves a line of JSON in runs/soak/SEED.jsonl: its words,
-what it found, and what each rank holds on to. Memory, threads and descriptors must stay flat. The command
-fails if a step did, or if a rank holds more and more.
+what it found, and after every tenth order what a rank holds on to, its caches empty. Memory, threads and
+descriptors must stay flat. The command fails if a step did, or if a rank holds more and more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from soak_steps import ANEW, Fault
 
 SIZE = 4
 EPOCH = 500
-"""Steps in which a rank is spared all deaths, so that it grows old; the last fault may spare none."""
+"""Steps in which a rank is spared all deaths, so that it grows old; the last fault may spare none.
+
+A job ends with all its ranks: jobs have faults in every second of these epochs alone.
+"""
 BOUND = 15 * float(os.environ.get("TEST_PATIENCE", "1"))
 """Seconds within which every rank must notice a fault of another."""
 LATE = limits.AT_ONCE
@@ -61,8 +64,9 @@ def drawn(seed: int, number: int) -> tuple[str, Fault | None]:
     name = draw.choices([*WEIGHTS, "fault"], [*WEIGHTS.values(), FAULTS])[0]
     if name != "fault":
         return name, None
-    spared = random.Random(f"{seed}/{number // EPOCH}").randrange(SIZE)
-    return name, Fault.drawn(draw, SIZE, None if number % EPOCH == EPOCH - 1 else spared)
+    epoch, place = divmod(number, EPOCH)
+    spared = None if place == EPOCH - 1 else random.Random(f"{seed}/{epoch}").randrange(SIZE)
+    return name, Fault.drawn(draw, SIZE, spared, ("calls", "job") if epoch % 2 else ("calls",))
 
 
 @dataclass
@@ -88,7 +92,7 @@ class Soak:
     noticed: list[float] = field(default_factory=list)
     """Seconds from each fault to each other rank's error."""
     held: list[tuple[int, Held]] = field(default_factory=list)
-    """What each process held after each step."""
+    """What each process held after every tenth of its orders, by step."""
     latest: list[Held] = field(default_factory=list)
     joins: int = 0
     steps: int = 0
@@ -97,6 +101,7 @@ class Soak:
         """Make a step, and write its line."""
         start, seed = time.monotonic(), f"{self.seed}.{number}"
         name, fault = drawn(self.seed, number)
+        self.latest = []
         line: dict[str, Any] = {"step": number, "kind": name}
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             try:
@@ -183,7 +188,7 @@ class Soak:
                     strikes.append(answer["strikes"])
                 else:
                     answers[rank] = answer
-        self.latest = [answer["held"] for answer in answers.values() if answer is not None]
+        self.latest += [answer["held"] for answer in answers.values() if answer and "held" in answer]
         return [answers[rank] for rank in range(SIZE)]
 
     def _stacks(self, ranks: Any) -> str:

@@ -316,9 +316,9 @@ class Fault:
     """calls: attention without end; job: a training, which is run again from its last checkpoint."""
 
     @classmethod
-    def drawn(cls, draw: Draw, size: int, spared: int | None) -> Fault:
-        """A fault that spares a rank, or none."""
-        work, how = draw.choice(("calls", "calls", "job")), draw.choice(("killed", "interrupted", "failed"))
+    def drawn(cls, draw: Draw, size: int, spared: int | None, works: tuple[str, ...]) -> Fault:
+        """A fault that spares a rank, or none, in one of these works."""
+        work, how = draw.choice(works), draw.choice(("killed", "interrupted", "failed"))
         most = draw.choice((1, 1, 1, 2, 3, 4)) if how == "killed" else 1
         others = [rank for rank in range(size) if rank != spared]
         ranks = tuple(sorted(draw.sample(others, min(most, len(others)))))

@@ -2,14 +2,20 @@
 
 import io
 import json
+import os
+import sys
 
 import pytest
 
 pytest.importorskip("transformers")
 
+import soak as soak_module
+import soak_figures
+import soak_ranks
 import soak_steps
-from soak import BOUND, WEIGHTS, drawn, run
-from soak_figures import BOUNDS, Held, growths
+import torch
+from soak import BOUND, WEIGHTS, drawn, report, run
+from soak_figures import BOUNDS, Held, growths, slopes
 
 
 def _first_of_each(seed):
@@ -29,14 +35,16 @@ def test_every_kind_of_step():
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
     assert len(lines) == soak.steps == len(_first_of_each(0))
     assert soak.noticed and max(soak.noticed) < BOUND
-    assert all("words" in line and len(line["held"]) >= 1 for line in lines)
+    assert all("words" in line for line in lines) and any(line["held"] for line in lines)
 
 
 @pytest.mark.slow
-def test_ten_minutes():
-    soak = run(1, io.StringIO(), iter(range(10**9)), seconds=600)
+def test_ten_minutes(tmp_path):
+    with (tmp_path / "1.jsonl").open("w") as log:
+        soak = run(1, log, iter(range(10**9)), seconds=600)
+    sys.stdout.write(report(soak))
     assert not soak.failures and not growths(soak.held), [*soak.failures, *growths(soak.held)]
-    assert soak.noticed
+    assert soak.noticed and slopes(soak.held), "no fault, or no process that grew old"
 
 
 def _wrong(draw, team):
@@ -62,6 +70,35 @@ def test_a_step_is_the_same_again():
         run(3, log, iter([number]))
         words.append(json.loads(log.getvalue())["words"])
     assert words[0] == words[1] and "latent" in words[0]
+
+
+def _keeps(draw, team):
+    KEPT.append(os.urandom(64 * 1024))
+    return "64 KiB that nobody frees"
+
+
+def _products(draw, team):
+    for _ in range(5):
+        rows, keys, width = (draw.randint(1, 99) for _ in range(3))
+        torch.bmm(*(torch.ones(2, *shape, dtype=torch.bfloat16) for shape in ((rows, width), (width, keys))))
+    return "products of shapes that were not there before"
+
+
+KEPT = []
+
+
+@pytest.mark.parametrize(("step", "grow"), [(_keeps, True), (_products, False)])
+def test_memory_that_is_kept_is_found_and_caches_of_shapes_are_none(monkeypatch, step, grow):
+    monkeypatch.setitem(soak_steps.STEPS, "attention", step)
+    monkeypatch.setattr(soak_figures, "WARM", 20)
+    monkeypatch.setattr(soak_figures, "ENOUGH", 30)
+    monkeypatch.setattr(soak_ranks, "EVERY", 2)
+    monkeypatch.setattr(soak_module, "WEIGHTS", {"attention": 1})
+    monkeypatch.setattr(soak_module, "FAULTS", 0)
+    soak = run(0, io.StringIO(), iter(range(60)))
+    assert not soak.failures, soak.failures
+    found = growths(soak.held)
+    assert len(found) == 4 * grow and all("more and more memory" in words for words in found), found
 
 
 def _held(memory=0.0, threads=0.0, descriptors=0.0, jump=0):
