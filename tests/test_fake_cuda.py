@@ -170,7 +170,16 @@ def test_a_forward_like_an_earlier_one_does_not_wait_for_the_other_hosts(monkeyp
     assert Counter(came) == {(name, ahead): 2 for name in ("forward", "backward") for ahead in (False, True)}
 
 
-@pytest.mark.parametrize(("kernel", "made"), [("aten-flash", "zeros"), ("te", "arange"), ("te", "zeros")])
+@pytest.mark.parametrize(
+    ("kernel", "made"),
+    [
+        ("aten-flash", "zeros"),
+        ("te", "arange"),
+        ("te", "zeros"),
+        ("flash4", "zeros"),
+        ("flash4", "zeros_like"),
+    ],
+)
 def test_lengths_and_seeds_are_made_once_not_for_every_tile(kernel, made):
     assert not cases.attention(2, kernel)
     assert cases.FORWARD[0][0][made] == cases.BACKWARD[0][0][made] == 0

@@ -253,9 +253,15 @@ def _flash4(version):
 
     def backward(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        deterministic=False, dq=None, dk=None, dv=None, dlse=None,
+        window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+        num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False,
+        AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None,
+        cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None,
+        aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None,
     ):  # fmt: skip
+        assert out.shape == dout.shape and out.stride(-1) == 1  # its check lets strides of 0 pass
+        assert not any(out.stride()[:-1]), "a row of zeros takes the memory of a row"
         if cu_seqlens_q is not None:
             ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
             x, window = (dout, q, k, v, out, lse), (window_size_left, window_size_right)

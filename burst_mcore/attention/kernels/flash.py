@@ -21,6 +21,7 @@ from burst_mcore.attention.kernels.packed import (
     from_lower_right,
     gradients_of_batch,
     is_causal,
+    kept,
     keywords,
     of_batch,
 )
@@ -86,11 +87,12 @@ def _flash3_supports(problem: Problem) -> str | None:
 
 def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = from_lower_right(pattern)
+    full = not (pattern.packed or pattern.causal or pattern.windowed)  # dealt out before messages free SMs
     out, lse, *_ = packages.call(
         _flash3()._flash_attn_forward,
         *flat(pattern, q, k, _rows_dense(v)), **keywords(pattern, q), softmax_scale=scores.scale,
         causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
-        window_size_right=right, softcap=_softcap(scores), if_there={"sm_margin": _margin(pattern, scores)},
+        window_size_right=right, softcap=_softcap(scores), if_there={"sm_margin": full * scores.sm_margin},
     )  # fmt: skip
     return of_batch(pattern, out, lse, len(q))
 
@@ -107,11 +109,6 @@ def _flash3_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -
         softcap=_softcap(scores), deterministic=scores.deterministic,
     )  # fmt: skip
     return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
-
-
-def _margin(pattern: Pattern, scores: Scores) -> int:
-    """Return the margin of a full tile, which is dealt to multiprocessors before messages free them."""
-    return 0 if pattern.packed or pattern.causal or pattern.windowed else scores.sm_margin
 
 
 def _flash4() -> Any:
@@ -148,14 +145,18 @@ def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: S
 
 def _flash4_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
-    given = flat_inputs(pattern, inputs)
-    nothing = torch.zeros_like(given.dout)  # it takes D as rowsum(dO * O) - dLSE
+    given, width = flat_inputs(pattern, inputs), inputs.dout.shape[-1]  # it takes D as rowsum(dO O) - dLSE
+    nothing = kept(_zeros, width, inputs.dout.dtype, device=inputs.dout.device).expand_as(given.dout)
     dq, dk, dv, *_ = _flash4()._flash_attn_bwd(
         given.q, given.k, given.v, nothing, given.dout, given.lse, softmax_scale=scores.scale,
         causal=is_causal(pattern), softcap=_softcap(scores), window_size_left=left, window_size_right=right,
         deterministic=scores.deterministic, dlse=-given.delta, **keywords(pattern, inputs.q),
     )  # fmt: skip
     return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
+
+
+def _zeros(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(width, dtype=dtype, device=device)
 
 
 def _softcap(scores: Scores) -> float:
