@@ -56,13 +56,7 @@ def _sums_of(pass_: Pass, stays: Bundle, rows: Rows | None) -> GradientSums:
 
 class _Backward:
     def __init__(
-        self,
-        call: Call,
-        queries: Queries,
-        keys: Keys,
-        out: Tensor,
-        lease: Lease,
-        expansion: Expansion | None,
+        self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease, expansion: Expansion | None
     ) -> None:
         self.call, self.pass_, self.lease = call, call.direction, lease
         self.query_travels = self.pass_ == Pass.QUERY
@@ -116,12 +110,9 @@ class _Backward:
         stays: Held[Any] = self.residents[position]
         out = self.out if self.query_travels and action.source == self.call.position else None
         travels: Held[Any] = Held(rows, bundle, self.sums_of_bundle(action, bundle, rows), out)
-        if self.query_travels:
-            (q_at, q), (k_at, k) = (action.source, travels), (position, stays)
-            met = self.call.tiles(q_at, k_at, k_part=action.part)
-        else:
-            (q_at, q), (k_at, k) = (position, stays), (action.source, travels)
-            met = self.call.tiles(q_at, k_at, q_part=action.part)
+        here, comes = (position, stays), (action.source, travels)
+        (q_at, q), (k_at, k) = (comes, here) if self.query_travels else (here, comes)
+        met = self.call.tiles(q_at, k_at, **{"k_part" if self.query_travels else "q_part": action.part})
         if met:
             k = self.keys_of.of(k_at, k, partial(self.keys_read, k_at, met))
             q = q if action.part is not None else self.with_output(q_at, q, met)
@@ -184,8 +175,7 @@ class _Backward:
             return q
         stand_in = torch.empty_like(queries.dout)
         for span in spans(tuple([relative_to(q.rows, tile.q) for tile in met])):
-            dout, delta, into = (gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in))
-            output_stand_in(dout, delta, into)
+            output_stand_in(*[gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in)])
         return q._replace(out=stand_in)
 
     def inputs(self, q: Held[Any], k: Held[Any], tile: Tile) -> BackwardInputs:

@@ -114,12 +114,13 @@ class Shard:
     def backward_bytes(self, ranks: int, nodes: int, *, of_queries: bool) -> float:
         """Return the most bytes that a causal backward adds, on a ring of ranks on so many nodes.
 
-        Travelling bundles and sums, sums that stay; the rank's own share, a tile's results, and totals.
+        Travelling bundles and sums, sums that stay; the rank's own share, and a tile's results.
         """
         data, gradient = self.bundle_bytes(of_queries=of_queries)
         _, stays = self.bundle_bytes(of_queries=not of_queries)
-        bundles = sums = min(2, ranks - 1)
+        sides = (self.q_bytes, self.kv_bytes) if of_queries else (self.kv_bytes, self.q_bytes)
+        bundles, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
         if 1 < nodes < ranks:
-            bundles, sums = 3, min(5, nodes + 1 + (ranks > 2 * nodes))
-        whole = 4 * (self.q_bytes if of_queries else self.kv_bytes) + 2 * self.statistic_bytes
-        return float(bundles * data + sums * gradient + stays + whole)
+            bundles, sums = min(nodes, 4) - 1 + (ranks > 2 * nodes), min(nodes, 4) + 1
+        tile = sides[0] + sides[1] / 2 + of_queries * self.out_bytes + 2 * self.statistic_bytes
+        return float(bundles * data + sums * gradient + stays + sides[0] + tile)

@@ -20,10 +20,7 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def patch_causal_lm(
-    model: AnyModel,
-    *,
-    chunk_tokens: int | str = "auto",
-    grad_weight_dtype: torch.dtype = torch.float32,
+    model: AnyModel, *, chunk_tokens: int | str = "auto", grad_weight_dtype: torch.dtype = torch.float32
 ) -> AnyModel:
     """Give this model a forward that, with `labels` or `shift_labels`, returns the loss without logits.
 

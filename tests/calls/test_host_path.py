@@ -12,10 +12,10 @@ import burst_mcore
 from burst_bench.methods.virtual_rank import Copies, VirtualRank
 from burst_mcore import Mask, Topology, burst_attention
 from burst_mcore.attention import backward as backward_module
+from burst_mcore.attention import call as call_module
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Keys
 from burst_mcore.attention.numerics import merge
-from burst_mcore.attention.runtime import executor
 from burst_mcore.attention.shard import Shard
 
 PACKAGE = str(Path(burst_mcore.__file__).parent)
@@ -113,6 +113,6 @@ def test_a_call_of_one_token_costs_the_host_a_multiple_of_sdpa(backward, most):
 
 
 def test_a_program_is_bound_once(passes, monkeypatch):
-    monkeypatch.setattr(executor.Bound, "__init__", None)  # nobody may make another
+    monkeypatch.setattr(call_module, "bind", None)  # nobody may make another
     for run in passes.values():
         run()

@@ -3,8 +3,26 @@ import threading
 import pytest
 import torch
 
+from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.runtime import buffers
+from burst_mcore.attention.runtime.binding import (
+    AttendStep,
+    Collect,
+    Drop,
+    Join,
+    Pack,
+    Post,
+    Recv,
+    Unpack,
+    Wait,
+    bind,
+)
 from burst_mcore.attention.runtime.buffers import Lease
+from burst_mcore.attention.schedule.actions import HOME, Kind, Pass
+from burst_mcore.attention.schedule.ring import at_home, kind_of
+from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 
 CPU = torch.device("cpu")
 
@@ -71,3 +89,59 @@ def test_threads_share_the_pool():
     for thread in threads:
         thread.join()
     assert all(seen) and len(seen) == 800
+
+
+def _held(steps):
+    """Yield the names of the buffers that are held after each step; a step may use no others."""
+    held, under_way, read = {HOME}, {}, HOME
+    for step in steps:
+        match step:
+            case Post(channel=channel):
+                held |= {each.action.buffer for each in step.parcels if isinstance(each.action, Recv)}
+                under_way.setdefault(channel, set()).update(each.action.buffer for each in step.parcels)
+            case Wait(channel=channel):
+                assert under_way.pop(channel) <= held
+            case AttendStep():
+                read = step.action.buffer
+                assert read in held
+            case Collect():
+                assert read in held
+                held |= {room.name for room in (step.sums, step.total) if room}
+            case Join():
+                assert step.action.other in held
+                held.add(step.sums.name)
+            case Pack():
+                held.add(step.buffer)
+            case Unpack(buffer=buffer):
+                assert buffer in held or step.member == _OWN_MEMBER
+            case Drop(buffer=buffer):
+                assert not any(buffer in names for names in under_way.values())
+                held.discard(buffer)
+        yield step, {*held}
+    assert not under_way
+
+
+_OWN_MEMBER = 0  # of rank 0: its share is in no buffer
+
+
+@pytest.mark.parametrize(
+    ("route", "mask"),
+    [
+        (Route(1, 8), Mask.causal()),
+        (Route(2, 4), Mask.causal()),
+        (Route(4, 2), Mask.window(40, 0)),
+        (Route(1, 6, direct=True), Mask.causal()),
+        (Route(1, 4, 2), Mask.causal()),
+        (Route(1, 6, rings=2), Mask.causal()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pass_", Pass)
+def test_a_buffer_ends_as_soon_as_nothing_uses_what_it_holds(route, mask, pass_):
+    plan = plan_of(Layout("zigzag"), mask, 192, route.placement)
+    steps = program(0, route, pass_, plan)
+    states = list(_held(bind(steps)))
+    *_, last = (held for step, held in states if isinstance(step, AttendStep))
+    assert sum(kind_of(name) == Kind.DATA for name in last - {HOME}) <= 1
+    end = {name for name in states[-1][1] if not name.startswith(Kind.RESIDENT)}
+    assert end - {HOME} <= {*at_home(steps)}

@@ -296,17 +296,6 @@ class GradientSum(_Sum):
         running = self._running(rows)
         return running and (running[0][0], running[1])
 
-    def finish(self, result: Tensor | None) -> None:
-        """Put all that came into the running sum, or into `result` instead, of any dtype."""
-        if result is None:
-            self.complete()
-        else:
-            self.put(self._all, (result,))
-
-    def apart(self, rows: Rows) -> Tensor:
-        """Return room for a share of these rows, uninitialised."""
-        return self.room(self.dtype, count(rows))[0]
-
     def result(self) -> Tensor:
         """Return the sum, in the dtype of `like`; zeros where nothing was added."""
         return self.complete()[0].to(self._like.dtype)
@@ -346,7 +335,8 @@ class GradientSums:
             if running:
                 share(*(total for total, _ in running), fresh=all(fresh for _, fresh in running))
                 return
-            by_kernel, share = share, tuple([total.apart(places) for total in self._sums])
+            by_kernel = share
+            share = tuple([total.room(total.dtype, count(places))[0] for total in self._sums])
             by_kernel(*share, fresh=True)
         for total, gradient in zip(self._sums, share, strict=True):
             total.add(places, gradient)
@@ -364,7 +354,10 @@ class GradientSums:
     def finish(self, results: KernelResults | None) -> None:
         """Put all that came into the running sums, or into `results` instead, of any dtype."""
         for total, result in zip(self._sums, results or (None,) * len(self._sums), strict=True):
-            total.finish(result)
+            if result is None:
+                total.complete()
+            else:
+                total.put(total._all, (result,))
 
     def results(self) -> KernelResults:
         """Return the sums, in the dtypes of the tensors, and forget them; zeros where nothing was added."""

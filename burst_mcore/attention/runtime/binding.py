@@ -5,7 +5,6 @@ A run of the program then looks nothing up but buffers. `executor.Ring` carries 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from burst_mcore.attention.geometry.rows import Rows, relative_to
@@ -28,7 +27,7 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
     by_hop,
 )
-from burst_mcore.attention.schedule.ring import kind_of
+from burst_mcore.attention.schedule.ring import at_home, kind_of
 
 
 class Room(NamedTuple):
@@ -77,17 +76,12 @@ class Collect(NamedTuple):
     total: Room | None
 
 
-class Keep(NamedTuple):
-    """An accumulate of the rank's own share, which stays with it."""
-
-    action: Accumulate
-
-
 class TakeIn(NamedTuple):
-    """The end of a gradient's way: (buffer, rows) of the sums of others that came home."""
+    """The end of a gradient's way: of the rank's own share, and of sums of others that came home."""
 
-    action: Return
+    action: Accumulate | Return
     sums: tuple[tuple[str, Rows | None], ...]
+    """(buffer, rows); the own share is in none."""
 
 
 class Join(NamedTuple):
@@ -99,39 +93,65 @@ class Join(NamedTuple):
     """Where rows go, if the sum that is added has fewer."""
 
 
-BoundStep = Post | AttendStep | Collect | Keep | TakeIn | Join | Wait | Pack | Unpack
+class Drop(NamedTuple):
+    """The end of a buffer: nothing uses what it holds any more."""
+
+    buffer: str
 
 
-@dataclass(frozen=True)
-class Bound:
-    """The steps of a program."""
-
-    steps: tuple[BoundStep, ...]
+BoundStep = Post | AttendStep | Collect | TakeIn | Join | Wait | Pack | Unpack | Drop
+Bound = tuple[BoundStep, ...]
+"""The steps of a program."""
 
 
 def bind(program: Program) -> Bound:
-    """Return the program as steps."""
+    """Return the program as steps. Buffers end early, but for rows that stay and what is returned."""
     binder = _Binder()
-    steps = [step for channel, actions in by_hop(program) for step in binder.steps(channel, actions)]
-    return Bound(tuple(steps))
+    steps: list[BoundStep] = []
+    for channel, actions in by_hop(program):
+        if channel is not None:
+            steps.append(Post(channel, actions, tuple([binder.parcel(action) for action in actions])))
+        for action in actions if channel is None else ():
+            steps.append(binder.step(action))
+            binder.use(action, len(steps))
+    ends, kept = [*binder.ends, *binder.last.items()], (HOME, KEPT, *at_home(program))
+    for name, place in sorted(ends, key=lambda end: end[1], reverse=True):
+        if name not in kept and not name.startswith(Kind.RESIDENT):
+            steps.insert(place, Drop(name))
+    return tuple(steps)
 
 
 class _Binder:
     def __init__(self) -> None:
         self.rows: dict[str, Rows | None] = {HOME: None}
         """By buffer that exists."""
+        self.under_way: dict[Channel, list[str]] = {}
+        """Buffers of messages, which use them until they are awaited."""
+        self.read = HOME
+        """The bundle of the last compute, whose gradients use it until they are added."""
+        self.last: dict[str, int] = {}
+        """By buffer: the number of steps until nothing uses what it holds."""
+        self.ends: list[tuple[str, int]] = []
+        """The same, of what buffers held before they got other room."""
 
-    def steps(self, channel: Channel | None, actions: list[Action]) -> list[BoundStep]:
-        if channel is None:
-            return [step for action in actions if (step := self.step(action)) is not None]
-        return [Post(channel, actions, tuple(self.parcel(action) for action in actions))]
+    def use(self, action: Action, place: int) -> None:
+        """Note the buffers that the step before `place` uses."""
+        names: set[str | None] = {getattr(action, name, None) for name in ("buffer", "other", "into")}
+        match action:
+            case Compute():
+                self.read = action.buffer
+            case Accumulate():
+                names.add(self.read)
+            case Wait():
+                names.update(self.under_way.pop(action.channel))
+        self.last |= {name: place for name in names if name}
 
-    def step(self, action: Action) -> BoundStep | None:
+    def step(self, action: Action) -> BoundStep:
         match action:
             case Compute():
                 return AttendStep(action, self.rows[action.buffer])
             case Accumulate(buffer=buffer) if buffer == KEPT:
-                return Keep(action)
+                return TakeIn(action, ((KEPT, None),))
             case Accumulate():
                 sums = self.room(action.buffer, action.rows, fresh=action.first)
                 total = None if action.into is None else self.room(action.into, action.rows, fresh=True)
@@ -144,17 +164,18 @@ class _Binder:
             case Return():
                 came = (buffer for buffer in action.buffers if buffer != KEPT)
                 return TakeIn(action, tuple((buffer, self.rows[buffer]) for buffer in came))
-            case Wait() | Pack() | Unpack():
-                return action
-        return None
+        assert isinstance(action, (Wait, Pack, Unpack))
+        return action
 
     def parcel(self, action: Action) -> Parcel:
+        assert isinstance(action, (Send, Recv))
+        self.under_way.setdefault(action.channel, []).append(action.buffer)
+        if action.channel.link in GROUPS:
+            return Parcel(action, None, None)
         if isinstance(action, Recv):
-            within_group = action.channel.link in GROUPS
-            return Parcel(action, None if within_group else self.room(action.buffer, action.rows), None)
-        assert isinstance(action, Send)
-        held = self.rows.get(action.buffer)
-        if action.channel.link in GROUPS or held == action.rows:
+            return Parcel(action, self.room(action.buffer, action.rows), None)
+        held = self.rows[action.buffer]
+        if held == action.rows:
             return Parcel(action, None, None)
         assert action.rows is not None
         return Parcel(action, None, relative_to(held, action.rows))
@@ -165,5 +186,7 @@ class _Binder:
         self.rows[name] = rows
         held = before == rows if exists else False
         kept = exists and not held and not fresh
+        if fresh and not held and name in self.last:
+            self.ends.append((name, self.last.pop(name)))
         assert before is not None or not kept  # a buffer with room for all rows never grows
         return Room(name, kind_of(name), rows, held, relative_to(rows, before) if kept and before else None)

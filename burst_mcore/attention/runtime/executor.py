@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, scatter_views
-from burst_mcore.attention.runtime.binding import AttendStep, Bound, Collect, Join, Keep, Post, Room, TakeIn
+from burst_mcore.attention.runtime import binding
 from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
@@ -185,7 +185,7 @@ class Ring:
 
     def run(
         self,
-        bound: Bound,
+        bound: binding.Bound,
         compute: OnCompute,
         accumulate: OnAccumulate | None = None,
         keep: OnKeep | None = None,
@@ -203,10 +203,10 @@ class Ring:
         self._compute, self._accumulate, self._keep_own = compute, accumulate, keep
         carry_out, record = self._CARRY_OUT, RECORDERS[-1] if RECORDERS else None
         try:
-            for step in bound.steps:
-                if record is None:
+            for step in bound:
+                if record is None or isinstance(step, binding.Drop):
                     carry_out[type(step)](self, step)
-                elif isinstance(step, Post):
+                elif isinstance(step, binding.Post):
                     self._post(step)
                     record.posted(step.channel, step.actions)
                 else:
@@ -217,26 +217,21 @@ class Ring:
             raise
         self._buffers.clear()  # before results, which need room as well
 
-    def _attend(self, step: AttendStep) -> None:
-        action = step.action
-        self._compute(action, self._buffers[action.buffer], step.rows)
+    def _attend(self, step: binding.AttendStep) -> None:
+        self._compute(step.action, self._buffers[step.action.buffer], step.rows)
 
-    def _collect(self, step: Collect) -> None:
+    def _collect(self, step: binding.Collect) -> None:
         assert self._accumulate is not None
         sums = self._room(step.sums)
         total = None if step.total is None else self._total(step.total, sums)
         self._accumulate(sums, step.sums.rows, step.action.first, None if total is sums else total)
 
-    def _keep(self, step: Keep) -> None:
-        assert self._keep_own is not None
-        self._keep_own(None, None)
-
-    def _take_in(self, step: TakeIn) -> None:
+    def _take_in(self, step: binding.TakeIn) -> None:
         assert self._keep_own is not None
         for buffer, rows in step.sums:
-            self._keep_own(self._buffers[buffer], rows)
+            self._keep_own(self._buffers.get(buffer), rows)
 
-    def _join(self, step: Join) -> None:
+    def _join(self, step: binding.Join) -> None:
         first, others = step.action.first, self._buffers[step.action.other]
         sums = self._total(step.sums, others) if step.sums.kind == Kind.TOTAL else self._room(step.sums)
         if sums is others:
@@ -255,7 +250,7 @@ class Ring:
     def _unpack(self, action: Unpack) -> None:
         self._exchanges[action.kind].unpack(action, self._buffers.get(action.buffer))
 
-    def _total(self, room: Room, sums: Bundle) -> Bundle:
+    def _total(self, room: binding.Room, sums: Bundle) -> Bundle:
         """Return a buffer for complete sums: themselves, if they have the dtype in which they go home."""
         total = self._room(room)
         if total[0].dtype != sums[0].dtype:
@@ -264,22 +259,26 @@ class Ring:
         self._buffers[room.name] = sums
         return sums
 
-    def _room(self, room: Room) -> Bundle:
+    def _room(self, room: binding.Room) -> Bundle:
         """Return a buffer with room for its rows: with what it held, or uninitialised."""
         if room.held:
             return self._buffers[room.name]
-        old = self._buffers.get(room.name)
-        new = self._buffers[room.name] = self._new(room.kind, room.rows)
-        if old is not None:
-            if room.places is not None:
-                for total, before in zip(new, old, strict=True):
-                    total.zero_()
-                    for to, values in scatter_views(total, room.places, before):
-                        to.copy_(values)
-            self._free(old)
+        new = self._new(room.kind, room.rows)
+        if room.places is not None:
+            for total, before in zip(new, self._buffers[room.name], strict=True):
+                total.zero_()
+                for to, values in scatter_views(total, room.places, before):
+                    to.copy_(values)
+            self._free(self._buffers[room.name])
+        self._buffers[room.name] = new
         return new
 
-    def _post(self, step: Post) -> None:
+    def _drop(self, step: binding.Drop) -> None:
+        bundle = self._buffers.pop(step.buffer, ())  # the own share of a group has none
+        if all([bundle is not other for other in self._buffers.values()]):
+            self._free(bundle)
+
+    def _post(self, step: binding.Post) -> None:
         messages, copies = [], []
         for action, room, cut in step.parcels:
             if room is not None:
@@ -321,14 +320,14 @@ class Ring:
         )
 
     _CARRY_OUT: ClassVar[dict[type, Callable[..., None]]] = {
-        Post: _post,
-        AttendStep: _attend,
-        Collect: _collect,
-        Keep: _keep,
-        TakeIn: _take_in,
-        Join: _join,
+        binding.Post: _post,
+        binding.AttendStep: _attend,
+        binding.Collect: _collect,
+        binding.TakeIn: _take_in,
+        binding.Join: _join,
         Wait: _wait,
         Pack: _pack,
         Unpack: _unpack,
+        binding.Drop: _drop,
     }
     """By kind of step."""

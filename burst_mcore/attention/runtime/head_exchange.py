@@ -74,11 +74,7 @@ class Outward:
     """
 
     def __init__(
-        self,
-        group: HeadGroup,
-        results: Callable[[range, Bundle], None],
-        own: Bundle,
-        lease: Lease,
+        self, group: HeadGroup, results: Callable[[range, Bundle], None], own: Bundle, lease: Lease
     ) -> None:
         self._group, self._results, self._lease = group, results, lease
         self.own = own
