@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burst_mcore import BurstConfig, Mask, burst_attention
+from burst_mcore import BurstConfig, Mask, burst_attention, max_logit
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.autotune import question
 from burst_mcore.attention.geometry.plan import plan_of
@@ -198,6 +198,28 @@ def test_a_call_without_a_config_compiles_into_one_graph(options):
     got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(*p[:3]), attend(*p[:3])
     for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert torch.equal(x, y)
+
+
+def _compiled_with_largest_logits(rank, size):
+    topology = Topology.from_group(dist.group.WORLD) if size > 1 else Topology.single()
+    options, got = {"topology": topology, "mask": Mask.causal()}, []
+
+    def attend(q, k, v):
+        return burst_attention(q, k, v, **options), max_logit(q, k, **options)
+
+    p = problem(0, 16 * size, dtype=torch.float32)
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        mine = [shard(x, 1, rank=rank, size=size, layout="zigzag").requires_grad_() for x in p]
+        out, largest = run(*mine[:3])
+        assert not largest.requires_grad
+        out.backward(mine[3])
+        got.append([out, largest, *(x.grad for x in mine[:3])])
+    return all(map(torch.equal, *got))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_attention_and_its_largest_logits_compile_into_one_graph(size):
+    assert all(processes(size, _compiled_with_largest_logits))
 
 
 @pytest.mark.usefixtures("few_objects")
