@@ -188,8 +188,8 @@ class _Backward:
             out = output_stand_in(queries.dout, queries.delta)
         else:
             out = gather(q.out, q_rows)
-        keys, values = (gather(x, k_rows) for x in k.bundle)
-        return BackwardInputs(**queries._asdict(), k=keys, v=values, out=out)
+        keys, values = [gather(x, k_rows) for x in k.bundle]
+        return BackwardInputs(queries.dout, queries.q, keys, values, out, queries.lse, queries.delta)
 
     def accumulate(self, sums: Bundle, rows: Rows | None, first: bool, total: Bundle | None) -> None:
         """Add the shares of the last compute to the travelling sums, which have arrived meanwhile.

@@ -25,15 +25,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> Non
     """Refuse shapes, dtypes and devices of q, k and v; may_be_empty: the rank may hold no token."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, TENSOR, may_be_empty)
-    wrong = None
-    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+    of_q, of_k, of_v, wrong = q.shape, k.shape, v.shape, None
+    if not of_q[:2] == of_k[:2] == of_v[:2]:
         wrong = "q, k, v must have the same batch and local sequence"
-    elif k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
+    elif of_k[2] != of_v[2] or of_q[2] % of_k[2]:
         wrong = "k and v must have the same number of heads, and it must divide that of q"
-    elif q.shape[3] != k.shape[3]:
+    elif of_q[3] != of_k[3]:
         wrong = "q and k must have the same head_dim"
     if wrong:
-        raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        raise ValueError(f"{wrong}, got q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}")
     _check_alike("q, k, v", (q, k, v))
 
 

@@ -182,29 +182,30 @@ def validate(
     Args:
         up: the weights of a latent, if k and v are it and its rope key: see `Latent`.
     """
-    may_be_empty = topology_of(options.handle).size > 1
+    may_be_empty, grad_dtype = topology_of(options.handle).size > 1, options.config.grad_dtype
     if up is None:
         check_tensors(q, k, v, may_be_empty=may_be_empty)
-        shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, options.config)
+        shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, grad_dtype)
     else:
         check_latent(q, k, v, up, may_be_empty=may_be_empty)
         value_dim = up.shape[2] - (q.shape[3] - v.shape[3])
-        shard = shard_of(q.shape, q.shape[2], value_dim, q.dtype, options.config, (k.shape[3], v.shape[3]))
+        shard = shard_of(q.shape, q.shape[2], value_dim, q.dtype, grad_dtype, (k.shape[3], v.shape[3]))
     check_sinks(sinks, q)
     return request_of(shard, q.device.type, options, sinks=sinks is not None)
 
 
+@lru_cache(maxsize=REQUESTS)
 def shard_of(
-    q_shape: Sequence[int],
+    q_shape: tuple[int, ...],
     kv_heads: int,
     value_dim: int,
     dtype: torch.dtype,
-    config: BurstConfig,
+    grad_dtype: torch.dtype,
     latent: tuple[int, int] | None = None,
 ) -> Shard:
-    """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
+    """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]. Cached."""
     own = dict(zip(("batch", "tokens", "heads", "head_dim"), q_shape, strict=True))
-    grad_dtype = dtype if dtype == torch.float64 else config.grad_dtype
+    grad_dtype = dtype if dtype == torch.float64 else grad_dtype
     widths = {"kv_heads": kv_heads, "value_dim": value_dim, "latent": latent}
     return Shard(**own, **widths, dtype=dtype, grad_dtype=grad_dtype)  # type: ignore[arg-type]
 

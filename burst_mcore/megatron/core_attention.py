@@ -229,7 +229,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         groups = config.num_query_groups or config.num_attention_heads
         q_shape = 1, 1, config.num_attention_heads // shards, self._head_dims[0]
         keys = max(1, groups // shards), self._head_dims[1]
-        shard = shard_of(q_shape, *keys, dtype_of_calls(config), burst)
+        shard = shard_of(q_shape, *keys, dtype_of_calls(config), burst.grad_dtype)
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:

@@ -100,7 +100,7 @@ def relative_to(stored: Rows | None, rows: Rows) -> Rows:
     if stored is None:
         return rows
     if len(stored) == 1:  # by far the most frequent
-        return tuple(_shifted(span, -stored[0].start) for span in rows)
+        return tuple([_shifted(span, -stored[0].start) for span in rows])
     first = [min(span[0], span[-1]) for span in rows]
     places = zip(rows, first, indices_of(stored, first), strict=True)
     return tuple(_shifted(span, place - row) for span, row, place in places)

@@ -54,10 +54,10 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scor
     mask = pattern.table_on(q.device) if pattern.masked else None
     bias, heads = _bias(mask, q.dtype), _heads_first(q, k, v)
     out, lse = _cpu_attention(heads, bias, pattern, scores)
-    rough = lse.nan_to_num(0.0, 0.0, 0.0)
-    if q.dtype == torch.float32 and float(rough.abs().amax()) > LARGE:
+    if q.dtype == torch.float32 and not float(torch.linalg.vector_norm(lse, torch.inf)) <= LARGE:
         # Rounded to float32, it is too rough for a merge: see `of_parts`. Less that, which changes no output,
         # it is small. Scores in backward keep their rounding. A table of a tile is copied for each head here.
+        rough = lse.nan_to_num(0.0, 0.0, 0.0)
         less = -rough[..., None]
         out, rest = _cpu_attention(heads, less if bias is None else bias + less, pattern, scores)
         lse = rough.double() + rest

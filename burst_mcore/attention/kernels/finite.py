@@ -40,9 +40,8 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
         return out, lse
 
     def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-        tensors = [y for y in (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out) if y is not None]
         if not pattern.masked or (
-            _finite(*tensors, inputs.delta)
+            _finite(*(y for y in inputs if y is not None and y is not inputs.lse))
             and not bool((inputs.lse.isnan() | (inputs.lse == torch.inf)).any())
         ):
             return kernel.backward(inputs, pattern, scores)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.rows import Rows, gather
 from burst_mcore.dtypes import wide
 
 logger = logging.getLogger("burst_mcore")
@@ -35,8 +36,8 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
         _code().delta_rows(dout, out, delta)
         return delta
     for block in _blocks(out):
-        products = torch.linalg.vecdot(dout[:, block].to(delta.dtype), out[:, block].to(delta.dtype))
-        delta[:, :, block] = products.transpose(1, 2)
+        products = torch.linalg.vecdot(*[gather(x, block).to(delta.dtype) for x in (dout, out)])
+        gather(delta, block).copy_(products.transpose(1, 2))
     return delta
 
 
@@ -57,12 +58,12 @@ def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> 
         _code().stand_in_rows(dout, delta, stand_in, FAINT)
         return stand_in
     for block in _blocks(dout):
-        rows = dout[:, block].to(wide(dout.dtype))
+        rows = gather(dout, block).to(wide(dout.dtype))
         largest = rows.abs().amax(-1, keepdim=True)
         unit = rows / largest.masked_fill_(largest == 0, 1.0)
-        left = delta[:, :, block].transpose(1, 2).unsqueeze(-1) / largest
+        left = gather(delta, block).transpose(1, 2).unsqueeze(-1) / largest
         faint = FAINT * torch.linalg.vecdot(unit, unit).unsqueeze(-1)
-        thirds = (whole.tensor_split(3, dim=-1) for whole in (unit, stand_in[:, block]))
+        thirds = (whole.tensor_split(3, dim=-1) for whole in (unit, gather(stand_in, block)))
         for x, third in zip(*thirds, strict=True):
             squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
             third.copy_(x * (left / squares).masked_fill_(squares <= faint, 0.0))
@@ -88,18 +89,18 @@ def combine(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) ->
         _code().combine_rows(parts, out, lse)
         return
     for block in _blocks(out):
-        of_parts = torch.stack([x[:, :, block] for x in tensors[1::2]])
+        of_parts = torch.stack([gather(x, block) for x in tensors[1::2]])
         most = of_parts.amax(0)
         apart = of_parts - most.masked_fill(most == -torch.inf, 0.0)
         weights = apart.to(wide(tensors[0].dtype)).exp_()
         total = weights.sum(0)
-        lse[:, :, block] = most + total.to(most.dtype).log()
+        gather(lse, block).copy_(most + total.to(most.dtype).log())
         weights /= total.masked_fill_(total == 0.0, 1.0)
         by_row = weights.transpose(2, 3).unsqueeze(-1)
-        mixed = tensors[0][:, block].to(weights.dtype) * by_row[0]
+        mixed = gather(tensors[0], block).to(weights.dtype) * by_row[0]
         for weight, x in zip(by_row[1:], tensors[2::2], strict=True):
-            mixed.addcmul_(x[:, block].to(weights.dtype), weight)
-        out[:, block] = mixed
+            mixed.addcmul_(gather(x, block).to(weights.dtype), weight)
+        gather(out, block).copy_(mixed)
 
 
 def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
@@ -112,13 +113,13 @@ def add_up(parts: Sequence[Tensor], total: Tensor) -> None:
         return
     dtype = wide(total.dtype)
     for block in _blocks(total):
-        first, *others = (x[:, block] for x in parts)
+        first, *others = (gather(x, block) for x in parts)
         in_place = total is parts[0] and total.dtype == dtype
         sums = first if in_place else first.to(dtype, copy=True)
         for x in others:
             sums += x
         if not in_place:
-            total[:, block] = sums
+            gather(total, block).copy_(sums)
 
 
 def _copy(part: Sequence[Tensor], to: Sequence[Tensor]) -> None:
@@ -127,11 +128,11 @@ def _copy(part: Sequence[Tensor], to: Sequence[Tensor]) -> None:
             y.copy_(x)
 
 
-def _blocks(x: Tensor) -> list[slice]:
+def _blocks(x: Tensor) -> list[Rows]:
     rows = step = x.shape[1]
     if x.device.type == "cpu" and rows:
         step = max(1, BLOCK_BYTES * rows // max(1, x.numel() * max(4, x.itemsize)))
-    return [slice(first, first + step) for first in range(0, rows, max(1, step))]
+    return [(range(first, min(first + step, rows)),) for first in range(0, rows, max(1, step))]
 
 
 def _fused(*tensors: Tensor) -> bool:

@@ -32,14 +32,17 @@ def agreement_of(topology: Topology) -> Agreement | None:
     return communicators.agreement
 
 
+def refusing(agreement: Agreement | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context that tells the other ranks if its block fails, so that none of them waits."""
+    return contextlib.nullcontext() if agreement is None else _telling(agreement)
+
+
 @contextlib.contextmanager
-def refusing(agreement: Agreement | None) -> Iterator[None]:
-    """If this block raises, or is interrupted, tell the other ranks, so that none of them waits."""
+def _telling(agreement: Agreement) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if agreement is not None:
-            agreement.refuse(error)
+        agreement.refuse(error)
         raise
 
 

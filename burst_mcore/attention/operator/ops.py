@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward, forward_of_head, tail_of
+from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -103,7 +104,7 @@ def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResult
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(args, call):
             transport.connect(pass_)
-        transport = transport.labelled(agreed.label)
+        transport = transport.labelled(agreed.label) if agreement else transport
         expansion = None if args.up is None else _expansion(call, args.up)
         if expansion and not call.latent_travels:
             k, v = expansion.expand(k, v)
@@ -135,15 +136,15 @@ class BurstAttention(torch.autograd.Function):
     """The operator without torch's dispatcher, whose way to Python takes longer than all else of a call."""
 
     @staticmethod
-    def forward(ctx: Any, request: Request, *values: Any) -> tuple[Any, ...]:
-        results = tuple(_forward(ForwardArgs(*values), request))
+    def forward(ctx: Any, request: Request, args: ForwardArgs, *tensors: Tensor | None) -> tuple[Any, ...]:
+        results = _forward(args, request)  # `tensors` are those in `args` of which autograd has to know
         ctx.request = request
-        _save(ctx, values, results)
+        _save(ctx, args, results)
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return None, *(None if isinstance(x, list) else x for x in _gradients(ctx, *gradients))
+        return None, None, *_differentiated(ctx, *gradients)
 
 
 def attend(args: ForwardArgs, request: Request) -> ForwardResults:
@@ -152,7 +153,8 @@ def attend(args: ForwardArgs, request: Request) -> ForwardResults:
         return ForwardResults(*attention_forward(*args))
     if not args.needs_gradient:
         return _forward(args, request)
-    return ForwardResults(*BurstAttention.apply(request, *args))  # type: ignore[no-untyped-call]
+    tensors = args.q, args.k, args.v, args.sinks, args.up
+    return ForwardResults(*BurstAttention.apply(request, args, *tensors))  # type: ignore[no-untyped-call]
 
 
 def _unwatched(args: ForwardArgs | BackwardArgs) -> bool:
@@ -161,7 +163,7 @@ def _unwatched(args: ForwardArgs | BackwardArgs) -> bool:
         not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all([type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor)])
+        and {type(x) for x in args} <= {Tensor, torch.nn.Parameter, type(None), str, bool, int, float, list}
     )
 
 
@@ -186,11 +188,8 @@ def _cut(args: ForwardArgs, request: Request, call: Call) -> int:
 
 @attention_forward.register_fake
 def _(*values: Any) -> tuple[Any, ...]:
-    return tuple(_traced(ForwardArgs(*values)))
-
-
-def _traced(args: ForwardArgs) -> ForwardResults:
     """Return the shapes of the results; ranks of other lengths pool and save other numbers of rows."""
+    args = ForwardArgs(*values)
     q, k, v = args.q, args.k, args.v
     options, dtype = options_of(args.options), wide(q.dtype)
     topology, config = topology_of(args.options), options.config
@@ -198,15 +197,12 @@ def _traced(args: ForwardArgs) -> ForwardResults:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     record = q.new_empty(2 + topology.size, dtype=torch.int64)  # as `records.pack` makes it
     if config.head_parallel == 1 and not args.saves:
-        return ForwardResults(out, lse, [], record, [])
-    with (
-        refusing(agreement_of(topology)),
-        unset_fake_temporarily(),
-    ):  # plans are made of real tensors, and cached
+        return tuple(ForwardResults(out, lse, [], record, []))
+    with refusing(agreement_of(topology)), unset_fake_temporarily():  # plans are cached: of real tensors
         latent = None if args.up is None else (int(k.shape[3]), int(v.shape[3]))
         kv_heads = int(k.shape[2] if latent is None else q.shape[2])
-        shape = [int(size) for size in q.shape]
-        shard = shard_of(shape, kv_heads, int(args.value_dim), q.dtype, config, latent)
+        shape = tuple(int(size) for size in q.shape)
+        shard = shard_of(shape, kv_heads, int(args.value_dim), q.dtype, config.grad_dtype, latent)
         request = request_of(shard, q.device.type, options, sinks=args.sinks is not None)
         try:
             call = call_of(request, (shard.tokens,) * topology.size)
@@ -227,7 +223,7 @@ def _traced(args: ForwardArgs) -> ForwardResults:
         tail = tail_of(call, cut, Attended(out, at_home, q, k, v, ring_lse), shard.tokens)
     if call.route.heads > 1 and not call.lse_at_home:
         lse = q.new_empty(0, dtype=dtype)
-    return ForwardResults(out, lse, on_ring, record, tail)
+    return tuple(ForwardResults(out, lse, on_ring, record, tail))
 
 
 def _backward(args: BackwardArgs, request: Request | None = None) -> BackwardResults:
@@ -246,7 +242,7 @@ def _backward(args: BackwardArgs, request: Request | None = None) -> BackwardRes
     agreed = agree_on_backward(args, request, call, record, agreement, transport)
     with in_ring(agreement), _without_autocast(out.device), _on(out.device):
         transport.connect(call.direction)
-        transport = transport.labelled(agreed.label)
+        transport = transport.labelled(agreed.label) if agreement else transport
         dout = args.dout.contiguous()
         delta = row_delta(dout, out)
         if args.dlse is not None:  # d lse / d scores = P, which enters dS as -D does
@@ -261,7 +257,7 @@ def _backward(args: BackwardArgs, request: Request | None = None) -> BackwardRes
         dout, out, delta = (_with_rows(x, call.rows) for x in (dout, out, delta))
         queries, travelling = Queries(q, dout, delta, ring_lse), expansion if call.latent_travels else None
         gradients = backward(call, transport, queries, Keys(k, v), out, travelling)
-        dq, dk, dv = (x[:, :tokens].contiguous() for x in gradients)
+        dq, dk, dv = (gather(x, (range(tokens),)).contiguous() for x in gradients)
         dup = out.new_empty(0)
         if expansion:
             if not call.latent_travels:
@@ -280,7 +276,7 @@ def _request_of(args: BackwardArgs, options: Options) -> Request:
     shape = (*out.shape[:3], args.q.shape[-1])
     if args.up is not None:
         latent, kv_heads = (args.up.shape[1], shape[3] + out.shape[3] - args.up.shape[2]), shape[2]
-    shard = shard_of(shape, kv_heads, out.shape[-1], out.dtype, options.config, latent)
+    shard = shard_of(shape, kv_heads, out.shape[-1], out.dtype, options.config.grad_dtype, latent)
     return request_of(shard, out.device.type, options, sinks=args.sinks is not None)
 
 
@@ -301,15 +297,21 @@ def _(*values: Any) -> tuple[Any, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Save the tensors that backward needs, and keep the values of the handles alive."""
     args, results = ForwardArgs(*inputs), ForwardResults(*output)
-    ctx.options, options = args.options, options_of(args.options)
-    ctx.kv_heads, ctx.tail = args.k.shape[2], len(args.tail)
+    ctx.options, ctx.kv_heads, ctx.tail = args.options, args.k.shape[2], len(args.tail)
     ctx.record = records.known(results.record)
-    ctx.alive = options, topology_of(args.options)
+    ctx.alive = options_of(args.options), topology_of(args.options)
     ctx.save_for_backward(*Saved.of(args, results))
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    dq, dk, dv, dsinks, dup = _differentiated(ctx, *gradients)
+    by_name = {"q": dq, "k": dk, "v": dv, "sinks": dsinks, "up": dup, "tail": [None] * ctx.tail}
+    return tuple(by_name.get(name) for name in ForwardArgs._fields)
+
+
+def _differentiated(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any) -> tuple[Any, ...]:
+    """Return the gradients of q, k, v, sinks and up."""
     saved = Saved(*ctx.saved_tensors)
     if ctx.record is not None and records.has_memory(saved.record):  # a hook may have moved the tensor
         records.remember(saved.record, ctx.record)
@@ -326,8 +328,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *unused: Any)
         results = BackwardResults(*attention_backward(*args))
     dsinks = None if saved.sinks is None else results.dsinks
     dup = None if saved.up is None else results.dup
-    of_keys = {"k": results.dk, "v": results.dv, "up": dup}
-    return tuple(ForwardArgs.gradients(ctx.tail, q=results.dq, sinks=dsinks, **of_keys))
+    return results.dq, results.dk, results.dv, dsinks, dup
 
 
 def _no_second_derivative(ctx: Any, *gradients: Tensor | None) -> None:

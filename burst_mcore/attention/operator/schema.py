@@ -51,11 +51,6 @@ class ForwardArgs(NamedTuple):
         """Whether a tail is returned, in memory of its own."""
         return self.keep > 0 and not self.whole and not self.tail
 
-    @classmethod
-    def gradients(cls, tail: int, **gradients: Tensor | None) -> Self:
-        """Return the gradients by argument, None for all others; tail: how many tensors it had."""
-        return cls(**{**dict.fromkeys(cls._fields), "tail": [None] * tail, **gradients})  # type: ignore[arg-type]
-
 
 class ForwardResults(NamedTuple):
     """The results of `attention_forward`."""

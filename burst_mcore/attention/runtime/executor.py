@@ -67,7 +67,7 @@ class ProcessGroups:
     def __init__(self, topology: Topology, route: Route, max_ctas: int) -> None:
         self._topology, self._route, self._max_ctas = topology, route, max_ctas
         self._carriers: dict[tuple[Link, Kind], Carrier] = {}
-        self._connected: set[Pass] = set()
+        self._connected = set(Pass) if topology.communicators is None else set()
         self._first_tag = 0
         self.abandoned = [] if topology.communicators is None else topology.communicators.abandoned
 
