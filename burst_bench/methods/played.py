@@ -20,7 +20,7 @@ from burst_bench.methods.sharded import share_of
 from burst_bench.published import methods as published
 from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune import cost
-from burst_mcore.attention.autotune.candidate import Candidate
+from burst_mcore.attention.autotune.choose import Candidate
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import fastest

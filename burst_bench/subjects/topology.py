@@ -34,8 +34,7 @@ from burst_bench.core import (
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune import search
-from burst_mcore.attention.autotune.candidate import Candidate
-from burst_mcore.attention.autotune.choose import best
+from burst_mcore.attention.autotune.choose import Candidate, best
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burst_mcore.attention.autotune.candidate import Candidate
-from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
+from burst_mcore.attention.autotune.choose import AS_FAST, Candidate, best, reason
 from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.question import Question, settings_of

@@ -32,9 +32,8 @@ from burst_mcore.attention.schedule.actions import (
     Unpack,
     Wait,
 )
-from burst_mcore.attention.schedule.communicator import Communicator, communicator_of
 from burst_mcore.attention.schedule.ring import at_home
-from burst_mcore.attention.schedule.route import Schedule
+from burst_mcore.attention.schedule.route import Communicator, Schedule, communicator_of
 from burst_mcore.attention.schedule.walk import walk
 
 Token = tuple[Any, ...]

@@ -14,8 +14,7 @@ from tables import with_rows
 
 from burst_bench.methods.sharded import share_of
 from burst_bench.subjects.planning import packed
-from burst_mcore.attention.autotune.candidate import Family
-from burst_mcore.attention.autotune.choose import AS_FAST
+from burst_mcore.attention.autotune.choose import AS_FAST, Family
 from burst_mcore.attention.autotune.costing import Costs
 from burst_mcore.attention.autotune.question import Question, Settings, routes
 from burst_mcore.attention.autotune.search import MOST_RESIDENT

@@ -14,8 +14,7 @@ from masks import random_layout, random_mask, randoms
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune import search as search_module
-from burst_mcore.attention.autotune.candidate import Candidate, Family
-from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
+from burst_mcore.attention.autotune.choose import AS_FAST, Candidate, Family, best, reason
 from burst_mcore.attention.autotune.cost import (
     Shard,
     Sizes,

@@ -9,8 +9,8 @@ from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
-from burst_mcore.attention.kernels.padding import takes_delta
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
+from burst_mcore.attention.kernels.shapes import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import rowwise as elementwise
 from burst_mcore.attention.numerics.latent import _product

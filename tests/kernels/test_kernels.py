@@ -28,7 +28,7 @@ from burst_mcore.attention.geometry.launches import Launches
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
-from burst_mcore.attention.kernels.small import _tell, leaves_small_tiles
+from burst_mcore.attention.kernels.shapes import _tell, leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
 from burst_mcore.attention.request import Options, request_of, resolve, shard_of

@@ -5,9 +5,8 @@ simulate       a schedule against time, rank by rank
 lockstep       the same for ranks that do alike
 ways           the routes that ranks, shapes and settings allow
 question       a call as the model sees it, the representative of its kind, and the settings to search
-candidate      a way to run a call, its kind, and its cost
+choose         a way to run a call with its kind and cost, the best of some, and the reason
 costing        the costs of ways, by simulation
-choose         the best candidate, and the reason
 search         the ways that are tried, the plainest first
 decide         how a call runs, remembered by kind: by a search where more than one way is left
 """

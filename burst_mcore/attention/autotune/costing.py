@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from burst_mcore.attention.autotune.candidate import Candidate, Family
+from burst_mcore.attention.autotune.choose import Candidate, Family
 from burst_mcore.attention.autotune.cost import (
     Sizes,
     call_time,

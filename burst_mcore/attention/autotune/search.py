@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 
-from burst_mcore.attention.autotune.candidate import Candidate, Family
-from burst_mcore.attention.autotune.choose import AS_FAST, best, reason
+from burst_mcore.attention.autotune.choose import AS_FAST, Candidate, Family, best, reason
 from burst_mcore.attention.autotune.costing import Costs
 from burst_mcore.attention.autotune.question import Question, Settings, routes, settings_of
 from burst_mcore.attention.autotune.ways import RINGS

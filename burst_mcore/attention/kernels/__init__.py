@@ -7,5 +7,5 @@ triton, triton_code   our own kernel, for any mask
 reference             plain torch, slow and exact
 packed                the convention of flash kernels: windows, and documents by cu_seqlens
 blocks                lists of blocks for our own kernel
-padding, small, finite   what a kernel lacks: head dims, small tiles, NaN
+shapes, finite        what a kernel lacks: head dims and small tiles; NaN
 """

@@ -24,8 +24,7 @@ from burst_mcore.attention.kernels.packed import (
     of_batch,
     sequences,
 )
-from burst_mcore.attention.kernels.padding import takes_any_value_dim
-from burst_mcore.attention.kernels.small import leaves_small_tiles
+from burst_mcore.attention.kernels.shapes import leaves_small_tiles, takes_any_value_dim
 
 _aten = torch.ops.aten
 _no_seed = partial(torch.zeros, dtype=torch.int64)  # dropout seed and offset of a call without dropout

@@ -25,7 +25,7 @@ from burst_mcore.attention.kernels.packed import (
     keywords,
     of_batch,
 )
-from burst_mcore.attention.kernels.padding import takes_any_value_dim
+from burst_mcore.attention.kernels.shapes import takes_any_value_dim
 
 ABILITIES = Abilities(windows=True, packed=True)
 

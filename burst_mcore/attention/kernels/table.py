@@ -11,7 +11,7 @@ from burst_mcore import packages
 from burst_mcore.attention.geometry.launches import LARGE, LAUNCH, Launches
 from burst_mcore.attention.kernels import aten, flash, reference, te, triton
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
-from burst_mcore.attention.kernels.padding import takes_delta
+from burst_mcore.attention.kernels.shapes import takes_delta
 
 logger = logging.getLogger("burst_mcore")
 

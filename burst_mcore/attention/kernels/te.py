@@ -22,8 +22,7 @@ from burst_mcore.attention.kernels import aten, reference
 from burst_mcore.attention.kernels.aten import half_on_cuda
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 from burst_mcore.attention.kernels.packed import Sequences, is_causal, kept, sequences
-from burst_mcore.attention.kernels.padding import takes_any_value_dim
-from burst_mcore.attention.kernels.small import leaves_small_tiles
+from burst_mcore.attention.kernels.shapes import leaves_small_tiles, takes_any_value_dim
 
 logger = logging.getLogger("burst_mcore")
 _no_seed, _ends_of = partial(torch.zeros, dtype=torch.int64), partial(torch.arange, dtype=torch.int32)

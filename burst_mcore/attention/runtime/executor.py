@@ -28,8 +28,7 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
     by_hop,
 )
-from burst_mcore.attention.schedule.communicator import communicator_of
-from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.schedule.route import Route, communicator_of, program
 from burst_mcore.attention.schedule.trace import RECORDERS
 
 Bundle = tuple[Tensor, ...]

@@ -8,8 +8,7 @@ direct         programs of the exchange in which every row goes straight to its 
 group          exchanges between the members of a group
 heads          the all-to-all of heads around a ring's program
 mesh           rings side by side, and the exchange along their columns
-route          a route, and the program of each rank on the route
+route          a route, the program of each rank on the route, and the communicator of each channel
 walk           advances the programs of all ranks, for dry runs (burst_plan) and the simulator
-communicator   NCCL's rule of order on one communicator
 trace          events of a run, recorded or simulated
 """

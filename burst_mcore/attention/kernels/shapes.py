@@ -1,14 +1,20 @@
-"""Pads head dimensions, so that kernels serve shapes and gradients that they do not support themselves.
+"""Lets kernels serve shapes and gradients that they lack: head dims by padding, small tiles by others.
 
 Zeros change no score and no output, so a kernel that wants values as wide as keys gets both padded. A column
 in which dO is 1 and V is 0 adds to D the number that `out` has there, and changes nothing else. So a kernel
 that forms D from out can be given any D, also one with a gradient through lse. Two columns carry it: D, and
 the part of D that was lost to rounding.
+
+cuDNN's backward refuses one row with one key, and its release notes name more small shapes that break.
+Windows that are cut leave such tiles, and so do short documents.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,8 +22,12 @@ from torch import Tensor
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 
+logger = logging.getLogger("burst_mcore")
+
 COLUMNS = 8
 """Head columns that are added for D: kernels want multiples of 8."""
+LEAST = 64
+"""Rows and keys, at least, of a tile that cuDNN is called for."""
 
 
 def padded(x: Tensor, dim: int) -> Tensor:
@@ -81,3 +91,31 @@ def _padded_to(inputs: BackwardInputs, dim: int, value_dim: int) -> BackwardInpu
     """Return inputs of wider heads; `out` is as before."""
     q, k = padded(inputs.q, dim), padded(inputs.k, dim)
     return inputs._replace(q=q, k=k, v=padded(inputs.v, value_dim), dout=padded(inputs.dout, value_dim))
+
+
+def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel:
+    """Return `kernel`, with tiles of fewer than LEAST rows or keys left to a kernel that serves as much.
+
+    The first such tile is logged.
+    """
+
+    def chosen(pattern: Pattern, scores: Scores) -> Kernel:
+        if min(pattern.shape) >= LEAST:
+            return kernel
+        other = to(scores)
+        _tell(kernel.name, other.name)
+        return other
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
+        return chosen(pattern, scores).forward(q, k, v, pattern, scores)
+
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
+        return chosen(pattern, scores).backward(inputs, pattern, scores)
+
+    return replace(kernel, forward=forward, backward=backward)
+
+
+@lru_cache
+def _tell(name: str, other: str) -> None:
+    """Log the first small tile of each pair of kernels."""
+    logger.info("kernel %s: tiles of under %d rows or keys are left to %s", name, LEAST, other)
