@@ -200,7 +200,7 @@ def parts_of(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> Parts:
     time = cost.call_time(pooled, pass_, rates, _passes(way, pooled.heads // pooled.kv_heads))
     work = KernelWork(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
     after = (way.exchanges > 0) * cost.COPIES * sum(parcels.values()) * way.heads / rates.memory
-    kernel = work.busiest
+    kernel = work.busiest_of(1)
     if way.gathers:
         kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())
         after += kernel + _gathered(row, pooled, way.gathers, pass_) / rates.memory

@@ -24,9 +24,9 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     pass_flops,
 )
-from burst_mcore.attention.autotune.costing import work_of
+from burst_mcore.attention.autotune.costing import Costs, work_of
 from burst_mcore.attention.autotune.decide import decide
-from burst_mcore.attention.autotune.lockstep import RoutedPass, play_all
+from burst_mcore.attention.autotune.lockstep import RoutedPass, _Lockstep, play_all
 from burst_mcore.attention.autotune.question import Question, Settings, settings_of
 from burst_mcore.attention.autotune.search import candidates, costed, fastest
 from burst_mcore.attention.autotune.simulate import play
@@ -303,6 +303,51 @@ def test_a_search_that_ends_early_finds_the_same(draw, size, intra, chunks, regu
     every, tried = (candidates(question, options, every=all_of_them) for all_of_them in (True, False))
     assert {_way(c) for c in tried} <= {_way(c) for c in every}
     assert _way(best(tried)) == _way(best(every))
+    for c in every:
+        least = Costs(question, c.route.placement).least(replace(c.route, mirrored=False), c.direction)
+        assert least <= c.seconds * (1 + 1e-9)
+
+
+def _asked_of_many(mask, kv_heads, size):
+    n = 4096 * size
+    seen = {"documents": packed(n, 0), "window": Mask.window(4095, 0), "full": Mask.full()}
+    shard = _shard(32, kv_heads, tokens=4096)
+    where, rates = Ranks(size, 8), MACHINES["H100"].rates
+    return Question(shard, Layout("zigzag"), seen.get(mask, Mask.causal()), n, where, rates).typical
+
+
+@pytest.mark.parametrize(
+    ("mask", "kv_heads"), [("causal", 8), ("full", 32), ("window", 32), ("documents", 8)]
+)
+def test_a_search_of_heads_takes_fewer_steps_and_finds_the_same(mask, kv_heads, monkeypatch):
+    steps, seconds = [], _Lockstep.seconds
+    monkeypatch.setattr(_Lockstep, "seconds", lambda *a: steps.append(a) or seconds(*a))
+    question = _asked_of_many(mask, kv_heads, 32)
+    options, taken = settings_of(BurstConfig(head_parallel="auto"), question), []
+    for every in (True, False):
+        candidates.cache_clear()
+        found = candidates(question, options, every=every)
+        taken.append((len(steps), len(found), _way(best(found)), best(found).seconds))
+        steps.clear()
+    (all_steps, all_ways, want, least), (few_steps, few_ways, way, took) = taken
+    assert few_steps < all_steps and few_ways < all_ways
+    assert way == want and took == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.4, 1.1])
+def test_a_pass_is_played_to_its_end_or_beyond_the_limit(limit):
+    question = _asked_of_many("window", 8, 16)
+    for route in (Route(2, 8), Route(2, 4, 2), Route(4, 2, 2, outer=True)):
+        costs = Costs(question, route.placement)
+        assert costs.play(route, [*Pass][1:]) == [*Pass][1:]
+        whole = {key: played.seconds for key, played in costs.played.items()}
+        slowest = max(whole.values())
+        costs.simulate(route, [*Pass], limit * slowest)
+        for key, played in costs.played.items():
+            assert played.seconds in (torch.inf, pytest.approx(whole[key], rel=1e-9))
+            assert played.seconds < torch.inf or whole[key] > limit * slowest
+        ended = {each.seconds < torch.inf for each in costs.played.values()}
+        assert ended == {limit > 1} or limit == 0.4
 
 
 @settings(max_examples=25, deadline=None)

@@ -35,8 +35,7 @@ class Family(IntEnum):
 
     @property
     def phrase(self) -> str:
-        phrases = "a ring", "heads within a node", "a direct exchange", "heads across nodes", "a mesh"
-        return phrases[self]
+        return ("a ring", "heads within a node", "a direct exchange", "heads across nodes", "a mesh")[self]
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
     kernel_share = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
     others = [c for c in costed if c is not chosen]
     if not others:
-        return f"no other way was tried; {kernel_share}"
+        return f"no other way is left; {kernel_share}"
     rival = min(others, key=lambda c: c.seconds)
     ratio = rival.seconds / chosen.seconds
     if ratio > AS_FAST:

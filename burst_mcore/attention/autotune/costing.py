@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -56,21 +57,19 @@ class Costs:
         readings = (self.plan.reading(of_queries=pass_ == Pass.QUERY) for pass_ in (Pass.FORWARD, direction))
         return max(int(reading.meets.sum()) for reading in readings)
 
+    def moved(self, route: Route, direction: Pass) -> int:
+        """Return bytes by which the backward passes of a direct exchange compare: of all that others read."""
+        whole = message_bytes(self.shard, route, direction).whole
+        read = self.plan.reading(of_queries=direction == Pass.QUERY).elsewhere
+        return read * (whole[Kind.DATA] + whole[Kind.GRADIENT])
+
     def candidate(self, ring: str, route: Route, direction: Pass) -> Candidate:
         forward, backward = self.played[route, Pass.FORWARD], self.played[route, direction]
-        sent = {link: forward.sent[link] + backward.sent[link] for link in (Link.INTRA, Link.INTER)}
-        return Candidate(
-            ring,
-            route,
-            direction,
-            self.seconds(route, Pass.FORWARD),
-            self.seconds(route, direction),
-            forward.compute + backward.compute,
-            round(sent[Link.INTRA]),
-            round(sent[Link.INTER]),
-            Family.of(route, self.ranks.intra),
-            self.resident_bytes(route, direction) if route.rings > 1 else 0,
-        )
+        seconds = self.seconds(route, Pass.FORWARD), self.seconds(route, direction)
+        intra, inter = (round(forward.sent[link] + backward.sent[link]) for link in (Link.INTRA, Link.INTER))
+        resident = self.resident_bytes(route, direction) if route.rings > 1 else 0
+        kernel, family = forward.compute + backward.compute, Family.of(route, self.ranks.intra)
+        return Candidate(ring, route, direction, *seconds, kernel, intra, inter, family, resident)
 
     def resident_bytes(self, route: Route, direction: Pass) -> int:
         """Return the bytes that a rank of a mesh needs beyond a ring's, in the pass that needs most."""
@@ -79,42 +78,56 @@ class Costs:
             for pass_ in (Pass.FORWARD, direction)
         )
 
+    def least(self, route: Route, direction: Pass) -> float:
+        """Return the seconds of a way, the better way round, or those that it takes at least."""
+        passes = (Pass.FORWARD, direction)
+        return min(sum(self.seconds(way, pass_) for pass_ in passes) for way in self.ways(route))
+
     def seconds(self, route: Route, pass_: Pass) -> float:
-        """Return the seconds of a pass: those of the device, or of the host where it is slower."""
-        host = host_seconds(self.work(route, pass_).calls, 2 * (route.heads > 1), self.rates)
-        return max(self.played[route, pass_].seconds + self.besides(route, pass_), host)
+        """Return the seconds of a pass: those of the device, or of the host where it is slower.
 
-    def besides(self, route: Route, pass_: Pass) -> float:
-        """Return the seconds of the device that the simulation of a schedule leaves out."""
-        sizes = message_bytes(self.shard, route, pass_)
-        slowed = slowdown_seconds(self.played[route, pass_].sent, self.rates) if route.overlap else 0.0
+        Of a pass that was not played these are as many as if no message took time.
+        """
+        work = self.work(route, pass_)
+        alone = work.busiest_of(route.of(pass_).rings)
+        played = self.played.get((route, pass_)) or PlayedPass(alone, alone, {})
+        # The device's seconds that the simulation of a schedule leaves out:
+        exchanged = exchange_seconds(route, message_bytes(self.shard, route, pass_), self.rates)
+        slowed = slowdown_seconds(played.sent, self.rates) if route.overlap else 0.0
         expanded = home_expansion_seconds(self.shard, pass_, self.rates)
-        return exchange_seconds(route, sizes, self.rates) + slowed + expanded
+        host = host_seconds(work.calls, 2 * (route.heads > 1), self.rates)
+        return max(played.seconds + exchanged + slowed + expanded, host)
 
-    def play(self, ways: Iterable[tuple[Route, Pass]]) -> None:
-        """Simulate the passes of these ways, and of their rings the other way round."""
+    def play(self, route: Route, directions: Sequence[Pass], limit: float = math.inf) -> list[Pass]:
+        """Simulate the passes of a route, both ways round; return the directions that may end in time.
+
+        limit: seconds. A way that takes longer is left out as soon as that is known. Without a limit all
+            passes are simulated at once, at little more than the cost of one.
+        """
+        stages = [(Pass.FORWARD,), directions] if limit < math.inf else [(Pass.FORWARD, *directions)]
+        for passes in stages:
+            directions = [each for each in directions if self.least(route, each) <= limit]
+            now = [each for each in passes if each in (Pass.FORWARD, *directions)]
+            others = {Pass.FORWARD, *directions}.difference(now) or now
+            rest = min(self.seconds(way, each) for way in self.ways(route) for each in others)
+            if directions:
+                self.simulate(route, now, limit - rest)
+        return [each for each in directions if self.least(route, each) < math.inf]
+
+    def simulate(self, route: Route, passes: Sequence[Pass], limit: float) -> None:
+        """Simulate passes of a route, both ways round."""
         wanted: dict[tuple[Route, Pass], RoutedPass] = {}
-        for route, direction in ways:
-            for way, pass_ in itertools.product(self.ways(route), (Pass.FORWARD, direction)):
-                if (way, pass_) in self.played:
-                    continue
-                # Not hidden: messages take the cores that compute.
-                played = way if self.rates.hidden else replace(way, overlap=False)
-                sizes = message_bytes(self.shard, route, pass_)
-                work = self.work(route, pass_)
-                wanted.setdefault((way, pass_), RoutedPass(played, pass_, sizes, work))
+        for way, pass_ in itertools.product(self.ways(route), passes):
+            # Not hidden: messages take the cores that compute.
+            played = way if self.rates.hidden else replace(way, overlap=False)
+            sizes = message_bytes(self.shard, route, pass_)
+            wanted[way, pass_] = RoutedPass(played, pass_, sizes, self.work(route, pass_))
         at_once = {key: routed for key, routed in wanted.items() if self.in_lockstep(routed)}
-        played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates)
+        played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates, limit)
         self.played |= zip(at_once, played_all, strict=True)
         for key, routed in wanted.items():
             if key not in at_once:
                 self.played[key] = self.one_by_one(routed)
-
-    @property
-    def least(self) -> float:
-        """Seconds that any way takes: those of the kernel on all pairs, if every rank computes as many."""
-        per_pair = sum(call_time(self.shard, each, self.rates).per_pair for each in (Pass.FORWARD, Pass.KV))
-        return per_pair * float(self.pairs.sum()) / self.ranks.size
 
     def work(self, route: Route, pass_: Pass) -> KernelWork:
         key = pass_, route.of(pass_).rings if self.shard.latent_travels else 1
@@ -124,8 +137,8 @@ class Costs:
         return self.works[key]
 
     def in_lockstep(self, routed: RoutedPass) -> bool:
-        meets = self.plan.reading(of_queries=routed.of_queries).meets
-        return not routed.route.direct or bool(meets.all())
+        reading = self.plan.reading(of_queries=routed.of_queries)
+        return not routed.route.direct or bool(reading.meets.all())
 
     def one_by_one(self, routed: RoutedPass) -> PlayedPass:
         drawn = schedule(routed.route, routed.pass_, self.plan)

@@ -39,7 +39,7 @@ class PlayedPass:
     """The cost of a pass that was played."""
 
     seconds: float
-    """Time at which the slowest rank ends."""
+    """Time at which the slowest rank ends; inf where all passes of a program take longer than the limit."""
     compute: float
     """Seconds of the kernel on the busiest rank."""
     sent: dict[Link, float]
@@ -120,18 +120,13 @@ class KernelWork:
             return self._by_place.get((position, action.source), 0.0)
         return float(self.parts[position, action.part, action.source])
 
-    @property
+    @cached_property
     def calls(self) -> int:
         """Kernel calls of the rank that has most."""
         return int((self.whole > 0).sum(1).max())
 
-    @property
-    def busiest(self) -> float:
-        """Seconds of the busiest rank, all sources together."""
-        return self.busiest_of(1)
-
     def busiest_of(self, rings: int) -> float:
-        """Return the seconds of the busiest rank of a mesh of so many rings."""
+        """Return the seconds of the busiest rank, all sources together, on a mesh of so many rings."""
         places = len(self.whole) // rings
         return float(self.whole.view(rings, places, rings, places).sum((0, 3)).max())
 
@@ -144,14 +139,16 @@ def _has_messages(pass_: Pass, kind: Kind) -> bool:
     return {Kind.BUNDLE: moves.bundle, Kind.ROWS: moves.rows}.get(kind, True)
 
 
-def play_all(plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates) -> list[PlayedPass]:
-    """Play passes over the positions of `plan`, on nodes of `intra_size` ranks."""
+def play_all(
+    plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates, limit: float = torch.inf
+) -> list[PlayedPass]:
+    """Play passes over positions of `plan`, on nodes of `intra_size` ranks, to their ends or to `limit`."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, routed in enumerate(passes):
         kinds[routed.kind].append(index)
     played_by_index: dict[int, PlayedPass] = {}
     for of_kind in kinds.values():
-        played = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play()
+        played = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play(limit)
         played_by_index.update(zip(of_kind, played, strict=True))
     return [played_by_index[index] for index in range(len(passes))]
 
@@ -302,7 +299,7 @@ class _Lockstep:
             self.peers[peer] = _Peers(to, back, inter, rate, none, none.clone())
         return self.peers[peer]
 
-    def play(self) -> list[PlayedPass]:
+    def play(self, limit: float) -> list[PlayedPass]:
         waited: list[Channel] = []  # for all of them at once, if nothing else is done between
         for index, action in enumerate(self.program):
             match action:
@@ -314,6 +311,8 @@ class _Lockstep:
                 case Compute():
                     self.wait(waited)
                     self.clock = self.clock + self.seconds(action)
+                    if limit < torch.inf and float(self.clock.amax(0).amin()) > limit:
+                        return [PlayedPass(torch.inf, torch.inf, {})] * len(self.passes)
         self.wait(waited)
         sent = torch.zeros(2, len(self.passes), dtype=torch.float64)
         for peers in self.peers.values():
@@ -438,19 +437,28 @@ class _Crowd:
 
     def carry(self, awaited: list[int], between_nodes: bool, now: Tensor, rate: float) -> Tensor:
         """Let time pass on one link of each rank until these messages arrive; return the time."""
-        on = (self.inter == between_nodes) & (self.end == torch.inf)
+        on = (self.inter[awaited] == between_nodes) & (self.end[awaited] == torch.inf)
+        where = on.any(0).view(-1).nonzero().squeeze(1)  # for other ranks no time passes
+        if not len(where):
+            return now
+        inter, begin, left, end = (
+            x.flatten(1).index_select(1, where) for x in (self.inter, self.begin, self.left, self.end)
+        )
+        on, time = (inter == between_nodes) & (end == torch.inf), now.view(-1)[where]
         while bool((wanted := on[awaited].any(0)).any()):  # each time until a message begins or ends
-            begun = on & (self.begin <= now)
-            following = self.begin.masked_fill(~on | begun, torch.inf).amin(0)
+            begun = on & (begin <= time)
+            following = begin.masked_fill(~on | begun, torch.inf).amin(0)
             carried = self.first_of(begun).double()
             share = rate / carried.sum(0).clamp(min=1)
-            through = (now + self.left / share).masked_fill_(carried == 0, torch.inf)
-            until = torch.where(wanted, torch.minimum(through.amin(0), following), now)
-            self.left.addcmul_(carried, (until - now) * share, value=-1)
+            through = (time + left / share).masked_fill_(carried == 0, torch.inf)
+            until = torch.where(wanted, torch.minimum(through.amin(0), following), time)
+            left.addcmul_(carried, (until - time) * share, value=-1)
             done = (through <= until) & wanted
-            self.end.copy_(torch.where(done, until, self.end))
-            on, now = on & ~done, until
-        return now
+            end = torch.where(done, until, end)
+            on, time = on & ~done, until
+        self.left.flatten(1).index_copy_(1, where, left)
+        self.end.flatten(1).index_copy_(1, where, end)
+        return now.flatten().index_copy(0, where, time).view_as(now)
 
     def first_of(self, begun: Tensor) -> Tensor:
         """Return which messages are carried: of those to one receiver the first that has begun."""

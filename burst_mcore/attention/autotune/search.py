@@ -1,11 +1,11 @@
-"""The search over the ways to run a call: one pass, from the plainest way on."""
+"""The search over the ways to run a call: one pass, which leaves out ways that cannot be the best."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections import defaultdict
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial
@@ -26,8 +26,8 @@ PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
 MANY = 64
-"""Ranks up to which a call tries all direct exchanges. Beyond, it tries the side of the best way so far, and
-beside shared heads only `FEW` messages unless their degree is set: 1024 ranks would take a minute."""
+"""Ranks up to which a call tries all direct exchanges. Beyond, it first tries the side with fewer bytes,
+and beside shared heads only `FEW` messages unless their degree is set: 1024 ranks would take a minute."""
 FEW = 2**10
 """Messages of a direct exchange with shared heads, at most, in the search of a call on many ranks."""
 
@@ -39,30 +39,41 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
     A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well.
 
     Args:
-        every: False ends the search where no later way can be the best: the best so far is plainer, and takes
-            hardly longer than the kernel alone.
+        every: False leaves out routes that cannot change what is the best (`_matters`).
     """
-    costs_at = cache(partial(Costs, question))
+    costs_at, words = cache(partial(Costs, question)), routes(question, settings)
+    quick = not every and question.ranks.size > MANY
     costed: list[Candidate] = []
-    families: dict[Family, list[tuple[Route, str]]] = defaultdict(list)
-    for route, ring in routes(question, settings).items():
-        families[Family.of(route, question.ranks.intra)].append((route, ring))
     with _collector_paused():
-        for family in sorted(families):
-            for route, ring in families[family]:
-                costs = costs_at(route.placement)
-                quick = not every and question.ranks.size > MANY
-                one_side = quick and route.direct and costed
-                sides = (best(costed).direction,) if one_side else settings.directions
-                ways = [(route, side) for side in sides if _may_be(costs, route, side, settings, quick)]
-                costs.play(ways)  # both directions at once, at little more than one's cost
-                costed += (
-                    best([costs.candidate(ring, way, direction) for way in costs.ways(route)])
-                    for _, direction in ways
-                )
-            if not every and costed and best(costed).seconds <= AS_FAST * costs.least:
-                break
+        least, family = {}, {route: Family.of(route, question.ranks.intra) for route in words}
+        for each in words:
+            least[each] = min(costs_at(each.placement).least(each, side) for side in settings.directions)
+        near = AS_FAST * min(least.values(), default=0.0)
+        first = {route: quick and route.direct for route in words}
+        waiting = sorted(words, key=lambda x: (not first[x], least[x] > near, family[x], least[x]))
+        while route := next((x for x in waiting if every or _matters(family[x], least[x], costed)), None):
+            waiting.remove(route)
+            costs, sides = costs_at(route.placement), settings.directions
+            if first[route] and len(words) > 1:
+                sides = (min(sides, key=partial(costs.moved, route)),)
+            sides = tuple(side for side in sides if _may_be(costs, route, side, settings, quick))
+            limit = math.inf if every or not costed else AS_FAST * min(each.seconds for each in costed)
+            costed += (
+                best([costs.candidate(words[route], way, side) for way in costs.ways(route)])
+                for side in costs.play(route, sides, limit)
+            )
     return tuple(costed)
+
+
+def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
+    """Return whether a route that takes at least so many seconds may change which way is the best.
+
+    It may not where it takes too long, or where the best is plainer and as fast as the route could be.
+    """
+    if not costed:
+        return True
+    chosen, limit = best(costed), AS_FAST * min(each.seconds for each in costed)
+    return least <= limit and (family <= chosen.family or AS_FAST * least < chosen.seconds)
 
 
 def costed(

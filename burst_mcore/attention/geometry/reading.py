@@ -76,7 +76,8 @@ class Reading:
     @property
     def elsewhere(self) -> int:
         """Rows that positions read of others, all together: a lower bound on the rows that move."""
-        return int(self.counts.sum() - self.counts.diagonal().sum())
+        others = self.read.sum(0) - self.read.gather(0, self.owner[None])[0].long()
+        return int((others * self.length).sum())
 
     def needed(self, owner: int, reader: int) -> Rows:
         """Return the rows of `owner` that `reader` reads. Kept: both ask, and more than once."""

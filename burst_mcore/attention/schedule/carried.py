@@ -123,17 +123,18 @@ class OfPosition(Hops[range]):
     def __init__(self, reading: Reading, position: int, itinerary: Itinerary | None = None) -> None:
         self._reading, self._itinerary = reading, itinerary
         self._meets, self._position = reading.meets, position
-        self._reads: list[bool] = reading.meets[:, position].tolist()
+        self._reads = dict.fromkeys(reading.meets[:, position].nonzero().flatten().tolist())
         self._columns: dict[tuple[str, int, int], list[int]] = {}
 
     def reads(self, owner: int) -> bool:
-        return self._reads[owner]
+        return owner in self._reads
 
     def owners(self, size: int) -> Iterable[int]:
-        return [owner for owner in range(size) if self._reads[owner]]
+        return self._reads
 
     def readers(self, size: int) -> Iterable[int]:
-        return [reader for reader, read in enumerate(self._meets[self._position].tolist()) if read]
+        readers: list[int] = self._meets[self._position].nonzero().flatten().tolist()
+        return readers
 
     def between(self, owner: int, reader: int) -> Carried:
         return self._some(self._reading.needed(owner, reader))

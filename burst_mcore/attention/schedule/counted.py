@@ -30,10 +30,12 @@ class RowCounts:
     def __init__(self, reading: Reading, itinerary: Itinerary | None, *, mirrored: bool) -> None:
         self._reading, self._itinerary, self._mirrored = reading, itinerary, mirrored
 
-    def by_distance(self) -> Tensor:
-        """Return rows by the distance of reader and owner, [distances, owners]."""
-        counts = self._turned(self._reading.counts.float(), 0, 1)
-        return _by_distance(counts, torch.arange(len(counts)))
+    def at_distance(self, distance: int) -> Tensor:
+        """Return rows that are read by the position at a distance from their owner, [owners]."""
+        read = self._reading.read
+        reader = (self._reading.owner + (-distance if self._mirrored else distance)) % len(read)
+        unread = ~read.gather(0, reader[None])
+        return self._turned(self._summed(unread.long(), 2)[0], -1)
 
     def last_steps(self, nodes: int, intra: int) -> Tensor:
         """Return the step at which each position computes last."""
@@ -84,12 +86,6 @@ class RowCounts:
         return rows.view(size, -1)
 
 
-def _by_distance(counts: Tensor, place: Tensor) -> Tensor:
-    """Return counts by owner and reader as [distances, owners]; place: the reader at distance 0 of each."""
-    distance = torch.arange(counts.shape[1])
-    return counts[torch.arange(len(counts)), (place + distance[:, None]) % len(distance)]
-
-
 UNSENT = -torch.inf
 """The number of rows of an empty message. They take -inf seconds, so the message ends before every clock."""
 
@@ -115,11 +111,8 @@ class OfAll(Hops[Counted]):
 
     def __init__(self, passes: Sequence[RowCounts]) -> None:
         self._passes = passes
-
-    @cached_property
-    def _between(self) -> Tensor:
-        """By distance, [distances, owners, passes]."""
-        return _or_unsent(torch.stack([counts.by_distance() for counts in self._passes], 2))
+        self._between: dict[int, Tensor] = {}
+        """By distance of owner and reader."""
 
     @cached_property
     def _by_place(self) -> tuple[Tensor, ...]:
@@ -138,7 +131,11 @@ class OfAll(Hops[Counted]):
         return _or_unsent(torch.stack([counts.lent() for counts in self._passes], -1)[None])
 
     def between(self, owner: int, reader: int) -> Carried[Counted]:
-        return (Counted(self._between, (reader - owner) % len(self._between), owner),)
+        distance = reader - owner
+        if distance not in self._between:
+            rows = [counts.at_distance(distance) for counts in self._passes]
+            self._between[distance] = _or_unsent(torch.stack(rows, -1)[None])
+        return (Counted(self._between[distance], 0, owner),)
 
     def together(self, rows: Carried[Counted], others: Carried[Counted]) -> Carried[Counted]:
         return others
@@ -169,9 +166,10 @@ class ColumnOfAll(Needs[Counted]):
 
     def __init__(self, rings: int, staying: Sequence[Reading]) -> None:
         super().__init__(staying[0].size // rings)
-        ring, self._rings = torch.arange(staying[0].size) // self.places, rings
+        owner, self._rings = torch.arange(staying[0].size), rings
+        reader = (owner // self.places + torch.arange(rings)[:, None]) % rings  # by distance of the rings
         together = (reading.together(self.places, by_ring=True) for reading in staying)
-        tables = [_by_distance(reading.counts.float(), ring) for reading in together]
+        tables = [reading.counts.float()[owner, reader] for reading in together]
         self._needed = _or_unsent(torch.stack(tables, 2))
 
     def needed(self, owner: int, reader: int) -> Carried[Counted]:
