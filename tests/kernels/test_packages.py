@@ -16,7 +16,7 @@ from burst_mcore import BurstConfig, Mask, packages
 from burst_mcore.attention.geometry.launches import Launches
 from burst_mcore.attention.geometry.pattern import Packed, Pattern
 from burst_mcore.attention.geometry.piece import Piece
-from burst_mcore.attention.kernels import flash, small
+from burst_mcore.attention.kernels import flash, shapes
 from burst_mcore.attention.kernels import te as te_module
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
@@ -391,7 +391,7 @@ def stand_in(request, monkeypatch):
     real = metadata.version
     told = "3.0.0" if version == "old" else version
     monkeypatch.setattr(metadata, "version", lambda asked: told if asked == package else real(asked))
-    monkeypatch.setattr(small, "LEAST", 1)  # what is tested here is small
+    monkeypatch.setattr(shapes, "LEAST", 1)  # what is tested here is small
     packages.loaded.cache_clear()
     yield SimpleNamespace(kernel=KERNELS[name], version=version)
     packages.loaded.cache_clear()
