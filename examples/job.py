@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -147,9 +148,12 @@ class _Events:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port below those that systems give to connections, which may take one any time."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _why(failures: dict[int, Any], logs: dict[int, str]) -> str:

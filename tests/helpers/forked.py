@@ -6,12 +6,13 @@ import atexit
 import gc
 import logging
 import os
+import random
 import runpy
 import socket
 import sys
 import traceback
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,12 @@ def _ended(context: PContext, what: str, seconds: float) -> RunProcsResult:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens at, below those that systems give to connections at any time."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _python(*command: str) -> None:
