@@ -405,7 +405,7 @@ def patch(
         if len(asked) != 1:
             raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(asked)}")
         ((act, folder),) = asked
-        typer.echo(getattr(trees.Tree(folder), act)(name), nl=False)
+        typer.echo(getattr(trees.SourceTree(folder), act)(name), nl=False)
     except (trees.UnknownTreeError, OSError) as error:
         _fail("patch", error)
 

@@ -33,7 +33,7 @@ Build = Callable[[list[str], int], Mask]
 """(what follows the word, split at commas; tokens of the sequence) -> the mask."""
 
 
-class Word(NamedTuple):
+class MaskWord(NamedTuple):
     """A mask that a word describes."""
 
     build: Build
@@ -214,21 +214,21 @@ def _share(text: str) -> float:
 
 
 WORDS = {
-    "causal": Word(lambda numbers, n: Mask.causal(), "causal", (0,)),
-    "full": Word(lambda numbers, n: Mask.full(), "full", (0,)),
-    "window": Word(
+    "causal": MaskWord(lambda numbers, n: Mask.causal(), "causal", (0,)),
+    "full": MaskWord(lambda numbers, n: Mask.full(), "full", (0,)),
+    "window": MaskWord(
         _window, "window:W (W tokens back, itself included), window:LEFT,RIGHT (-1: unbounded)", (1, 2), 2
     ),
-    "dilated": Word(lambda numbers, n: Mask.dilated(*map(tokens, numbers)), "dilated:W,D", (2,), 1),
-    "chunked": Word(lambda numbers, n: Mask.chunked(tokens(numbers[0])), "chunked:SIZE", (1,), 1),
-    "prefix": Word(lambda numbers, n: Mask.prefix(tokens(numbers[0])), "prefix:LENGTH", (1,), 1),
-    "documents": Word(
+    "dilated": MaskWord(lambda numbers, n: Mask.dilated(*map(tokens, numbers)), "dilated:W,D", (2,), 1),
+    "chunked": MaskWord(lambda numbers, n: Mask.chunked(tokens(numbers[0])), "chunked:SIZE", (1,), 1),
+    "prefix": MaskWord(lambda numbers, n: Mask.prefix(tokens(numbers[0])), "prefix:LENGTH", (1,), 1),
+    "documents": MaskWord(
         lambda numbers, n: Mask.documents(_ends(numbers, n)),
         "documents:L1,L2,... (lengths; what they leave of the sequence is one more), documents:random,COUNT",
     ),
-    "images": Word(_images, "images:LENGTH,COUNT (each sees itself; evenly spread)", (2,), 1),
-    "tree": Word(_tree, "tree:PROMPT,COUNT (a prompt, and COUNT answers that see it)", (2,), 1),
-    "blocks": Word(_blocks, "blocks:SIZE,DENSITY (random, with the diagonal)", (2,), 1),
+    "images": MaskWord(_images, "images:LENGTH,COUNT (each sees itself; evenly spread)", (2,), 1),
+    "tree": MaskWord(_tree, "tree:PROMPT,COUNT (a prompt, and COUNT answers that see it)", (2,), 1),
+    "blocks": MaskWord(_blocks, "blocks:SIZE,DENSITY (random, with the diagonal)", (2,), 1),
 }
 """All words."""
 

@@ -36,7 +36,7 @@ def patch_text(name: str) -> str:
     raise FileNotFoundError(f"no {name}.patch beside {here}: install burst-mcore from a wheel or a checkout")
 
 
-class Tree:
+class SourceTree:
     """A checkout of Megatron-LM, or a folder into which megatron-core is installed.
 
     Args:

@@ -183,8 +183,8 @@ CONSTRUCTOR = '''
     def causal('''
 
 WORD = """
-    "opening": Word(lambda numbers, n: Mask.opening(tokens(numbers[0])), "opening:P", (1,), 1),
-    "full": Word("""
+    "opening": MaskWord(lambda numbers, n: Mask.opening(tokens(numbers[0])), "opening:P", (1,), 1),
+    "full": MaskWord("""
 
 HOLD_MASK = """
 masks.TERMS = (lambda draw, n: Mask.opening(draw.randint(1, n + 2)), *masks.TERMS[:1], *masks.TERMS[3:4])
@@ -207,7 +207,7 @@ def test_a_mask(extended):
             ("\n    @classmethod\n    def causal(", CONSTRUCTOR),
             ("import Blocks, Chunks,", "import Blocks, Opening, Chunks,"),
         ],
-        "burst_plan/words.py": [('\n    "full": Word(', WORD)],
+        "burst_plan/words.py": [('\n    "full": MaskWord(', WORD)],
     }
     extended("a mask", edits, HOLD_MASK)
 

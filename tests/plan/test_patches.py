@@ -115,10 +115,12 @@ def test_patches_hold_lines_of_ours_alone():
             assert line.startswith(("+", "@@ ", "diff --git ", "--- ", "new file mode", "index ")), line
 
 
-@pytest.mark.skipif("0.19.2" not in str(trees.Tree(INSTALLED).version), reason="the numbers are 0.19.2's")
+@pytest.mark.skipif(
+    "0.19.2" not in str(trees.SourceTree(INSTALLED).version), reason="the numbers are 0.19.2's"
+)
 @pytest.mark.parametrize("name", [BACKEND, OPTIONS])
 def test_the_numbers_in_the_patches_are_those_of_0_19_2(name):
-    assert trees.Tree(INSTALLED).numbered(name) == trees.patch_text(name)
+    assert trees.SourceTree(INSTALLED).numbered(name) == trees.patch_text(name)
 
 
 def edit(path, old, new):
@@ -192,7 +194,7 @@ def patched(tmp_path_factory):
     def of(name):
         if name not in copies:
             copies[name] = whole_copy(INSTALLED, tmp_path_factory.mktemp("patched"))
-            trees.Tree(copies[name]).apply(name)
+            trees.SourceTree(copies[name]).apply(name)
         return copies[name]
 
     return of
@@ -314,7 +316,9 @@ register_core_attention("burst", BurstCoreAttention)
 
 @needs_training
 @pytest.mark.slow
-@pytest.mark.skipif("0.19.2" not in str(trees.Tree(INSTALLED).version), reason="the numbers are 0.19.2's")
+@pytest.mark.skipif(
+    "0.19.2" not in str(trees.SourceTree(INSTALLED).version), reason="the numbers are 0.19.2's"
+)
 def test_the_proposed_registry_trains_a_ring_of_two(data, alone, tmp_path, monkeypatch):
     tree = whole_copy(INSTALLED, tmp_path / "tree")
     proposal = (PATCHES / "upstream" / "register_core_attention.patch").read_text()

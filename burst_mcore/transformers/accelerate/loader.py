@@ -22,7 +22,7 @@ from burst_mcore.transformers.models.trl import has_fused_head
 from burst_mcore.wrap import around
 
 
-class Shard(dict[str, Any]):
+class ShardedBatch(dict[str, Any]):
     """A rank's part of a batch, which says why a training batch has no labels."""
 
     tokens = 0
@@ -194,7 +194,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if not self.deals:
             return self._on_device(whole)
         self.tokens = whole.pop(_TOKENS)
-        part = Shard(super()._part(whole))
+        part = ShardedBatch(super()._part(whole))
         part.tokens = self.rows * self.tokens
         self.local = part["input_ids"].shape[1]
         return part

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_mcore.loss import unpatched
 from burst_mcore.transformers.accelerate.gathered import whole
-from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, Shard, adapter_of
+from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, ShardedBatch, adapter_of
 from burst_mcore.transformers.data.batches import IGNORED
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.prefill import CACHE_NAMES
@@ -75,10 +75,10 @@ def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
     before = self.state.num_input_tokens_seen
     track(self, inputs)
     size, seen = _size(self), self.state.num_input_tokens_seen - before
-    if isinstance(inputs, Shard) and self.args.include_num_input_tokens_seen == "all":
+    if isinstance(inputs, ShardedBatch) and self.args.include_num_input_tokens_seen == "all":
         every = self.accelerator.gather(torch.tensor(inputs.tokens, device=self.args.device))
         seen = int(every[::size].sum())
-    elif not isinstance(inputs, Shard):  # each rank of a group has the whole batch
+    elif not isinstance(inputs, ShardedBatch):  # each rank of a group has the whole batch
         seen //= size
     self.state.num_input_tokens_seen = before + seen
 

@@ -14,7 +14,7 @@ CHUNK = 64
 """Tokens of a chunk of delta rules, in fla and in transformers."""
 
 
-class Recurrence(NamedTuple):
+class RecurrenceSizes(NamedTuple):
     """The recurrence of a layer; work and bytes are those of a token."""
 
     kernel: int
@@ -29,7 +29,7 @@ class Recurrence(NamedTuple):
     """Multiply-adds of the run that makes A, where A is a matrix."""
 
 
-STATELESS = Recurrence(0, 0, 0, 0)
+STATELESS = RecurrenceSizes(0, 0, 0, 0)
 """That of a convolution alone."""
 
 
@@ -46,7 +46,7 @@ class Mixer:
     channels: int = 0
     width: int = 0
     """Tokens that the convolution of the channels reads, its own included; 0: no convolution."""
-    recurrence: Recurrence = STATELESS
+    recurrence: RecurrenceSizes = STATELESS
     kind: str = ""
     layers: int = 0
 
@@ -60,11 +60,11 @@ NONE = Mixer(0, 0, 0)
 """That of models whose layers all attend."""
 
 
-def _delta(heads: int, key_dim: int, value_dim: int, run: int) -> Recurrence:
+def _delta(heads: int, key_dim: int, value_dim: int, run: int) -> RecurrenceSizes:
     """Delta rules: five products within a chunk, three with the state."""
     of_keys, of_values = (CHUNK * (3 * key_dim + 2 * dim) + 3 * key_dim * dim for dim in (key_dim, value_dim))
     state, decay = heads * key_dim * value_dim, heads * key_dim**2
-    return Recurrence(heads * of_values, state, decay, run, heads * of_keys)
+    return RecurrenceSizes(heads * of_values, state, decay, run, heads * of_keys)
 
 
 def _gated_delta(hidden: int, keys: int, heads: int, key_dim: int, value_dim: int, width: int) -> Mixer:
@@ -103,7 +103,7 @@ def _mamba2(
     others = channels * (width + bias) + 3 * heads + inner * norm
     kernel = groups * chunk * columns + heads * (chunk * dim + 2 * dim * columns)
     run = inner + 4 * heads  # output; steps and decays in 32 bits
-    recurrence = Recurrence(kernel, inner * columns, heads, run)
+    recurrence = RecurrenceSizes(kernel, inner * columns, heads, run)
     return Mixer(matrices, others, 2 * channels + 2 * inner, channels, width, recurrence)
 
 

@@ -177,7 +177,7 @@ def in_effect(ended):
 
 def needed_on_cpu(tree):
     """Return the flags that a version needs without TransformerEngine."""
-    return ["--cp-comm-type", "all_gather"] if "branch dev" in trees.Tree(tree).version else []
+    return ["--cp-comm-type", "all_gather"] if "branch dev" in trees.SourceTree(tree).version else []
 
 
 def row(way, arguments, ring, one):
@@ -197,7 +197,7 @@ def compared(source: Path, folder: Path) -> list[dict[str, object]]:
         tree, by_launcher = plain, way == "launcher"
         if not by_launcher:
             tree = whole_copy(source, folder / way)
-            trees.Tree(tree).apply(way)
+            trees.SourceTree(tree).apply(way)
         arguments = [*CP2, *BURST, *([] if way == trees.BACKEND else OPTIONS)]
         ring = run(tree, 2, [*MODEL, *data, *arguments], by_launcher)
         rows.append(row(way, arguments, ring, one))
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     rows: list[dict[str, object]] = []
     for source in chosen.trees:
-        version = trees.Tree(source).version
+        version = trees.SourceTree(source).version
         with tempfile.TemporaryDirectory() as folder:
             try:
                 results = compared(source, Path(folder))
