@@ -218,6 +218,8 @@ def _terms(n):
         "a tree": tree_mask(tree),
         "a tree with a window": tree_mask(tree, Mask.window(100, 0)),
         "a window": Mask.window(100, 3),
+        "chunks": Mask.causal() & Mask.chunked(n // 5),
+        "images": Mask.causal() | Mask.images([*pairwise(cuts)][::2]),
         "all terms but a dilation": Mask.causal() & apart & slices & blocks,
         "no end": Mask.causal() & Mask.dilated(n, 2),
         "short": Mask.causal() & Mask.dilated(100, 5),
