@@ -65,11 +65,8 @@ def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
     seconds: Cell = {}
     for route, ring in routes(question, every).items():
         family, costs = Family.of(route, question.ranks.intra), Costs(question, route.placement)
-        ways = [
-            (route, side) for side in every.directions if costs.resident_bytes(route, side) <= MOST_RESIDENT
-        ]
-        costs.play(ways)
-        for (_, side), way in itertools.product(ways, costs.ways(route)):
+        sides = [side for side in every.directions if costs.resident_bytes(route, side) <= MOST_RESIDENT]
+        for side, way in itertools.product(costs.play(route, sides), costs.ways(route)):
             row, took = _row(family, way, ring), costs.candidate(ring, way, side).seconds
             for each in (row, QUERY) if row == RING and side == Pass.QUERY else (row,):
                 seconds[each] = min(took, seconds.get(each, took))
