@@ -36,6 +36,11 @@ VARIANTS = {"usp": "zigzag"}
 ENDS = {"tgs": "tokens per second per GPU", "mem_gb": "mem_gb"}
 
 
+def _sizes(model):
+    """The fields of a row's model: no row is of a hybrid."""
+    return {name: value for name, value in asdict(model).items() if name != "mixer"}
+
+
 class Paper:
     """The figures in a file of the paper's results: rows of attention, and of training steps."""
 
@@ -94,7 +99,7 @@ class Paper:
         way = Way(**{"framework": "deepspeed", "zero": 3, "cp": gpus, **settings, **changes})
         return {
             "pass": "train", "hardware": self.hardware, "gpus": gpus, "gpus_per_node": self.per_node,
-            "model": asdict(Model(name=model, head_dim=dim, value_dim=dim, **sizes)), "seq": seq,
+            "model": _sizes(Model(name=model, head_dim=dim, value_dim=dim, **sizes)), "seq": seq,
             "method": attention, "way": asdict(way),
         }  # fmt: skip
 
@@ -171,7 +176,7 @@ def row_of_words(entries):
         "pass": "train", "source": entries["source"],
         "of_source": {"hardware": entries["hardware"], "model": name, "method": method},
         "hardware": hardware, "gpus": entries["gpus"], "gpus_per_node": per_node,
-        "model": asdict(PRESETS[MODELS[name]]), "seq": entries["seq"],
+        "model": _sizes(PRESETS[MODELS[name]]), "seq": entries["seq"],
         "method": attention, "variant": variant,
         "way": asdict(Way(**{**whole, degree: entries["gpus"], **settings})),
         "counted": COUNTED if CHART in entries["source"] else 1.0,
