@@ -162,6 +162,8 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
         raise ValueError(f"value of a row of training must be a positive number, or null, got {value!r}")
     if optional.get("mask", "causal") not in ("causal", "full"):
         raise ValueError(f"mask of a row of training must be causal or full, got {optional['mask']!r}")
+    if "mixer" in entries["model"]:
+        raise ValueError("mixer in the model of a row of training: rows of hybrid models are not read")
     if hardware not in MACHINES:
         return f"unknown hardware {hardware}"
     if optional.get("method", "") not in ("", FLAT, *WAYS):

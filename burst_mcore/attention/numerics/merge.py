@@ -184,7 +184,8 @@ class _Sum(ABC):
         if segment.empty:
             self._fill(to)
         elif segment.parts:
-            self._combine(self._parts(piece, segment), to)
+            summed = [to] if segment.summed else []
+            self._combine([*summed, *[part.rows(piece) for part in segment.parts]], to)
         segment.parts, segment.summed = [], True
 
     def _room(self) -> KernelResults:

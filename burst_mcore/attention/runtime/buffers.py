@@ -50,7 +50,8 @@ class Lease:
     """
 
     def __init__(self) -> None:
-        self._lent: list[tuple[_Key, Tensor]] = []
+        self._lent: dict[int, tuple[_Key, Tensor]] = {}
+        """By the tensor's id."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised contiguous tensor, filled where torch is told to fill such tensors."""
@@ -63,21 +64,19 @@ class Lease:
         elif torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
         if type(tensor) is Tensor:  # not one of a tracing mode
-            self._lent.append((key, tensor))
+            self._lent[id(tensor)] = key, tensor
         return tensor
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Let `tensor` go out of the pool, to be returned to the user."""
-        self._lent = [(key, lent) for key, lent in self._lent if lent is not tensor]
+        self._lent.pop(id(tensor), None)
         return tensor
 
     def free(self, bundle: Sequence[Tensor]) -> None:
         """Give tensors back before the end."""
         for tensor in bundle:
-            for key, lent in self._lent:
-                if lent is tensor:
-                    _POOL.give(key, tensor)
-            self.keep(tensor)
+            if id(tensor) in self._lent:
+                _POOL.give(*self._lent.pop(id(tensor)))
 
     def __enter__(self) -> Self:
         return self
@@ -86,9 +85,9 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            for key, tensor in self._lent:
+            for key, tensor in self._lent.values():
                 _POOL.give(key, tensor)
-        self._lent = []
+        self._lent = {}
 
 
 def room_like(

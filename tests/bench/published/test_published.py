@@ -186,6 +186,10 @@ def test_rows_that_no_run_describes_have_a_reason(tmp_path):
         of_row({**row, "mask": "window:4"})
     with pytest.raises(ValueError, match="must be a positive number, or null, got '7'"):
         of_row({**row, "value": "7"})
+    with pytest.raises(
+        ValueError, match="mixer in the model of a row of training: rows of hybrid models are"
+    ):
+        of_row({**row, "model": {**row["model"], "mixer": {}}})
     for lacking in ("way", "model", "seq", "gpus", "metric", "value"):
         with pytest.raises(ValueError, match=f"lacks a field: KeyError '{lacking}'"):
             of_row({name: value for name, value in row.items() if name != lacking})
