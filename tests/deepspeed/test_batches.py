@@ -134,11 +134,12 @@ def test_padding_beside_given_positions(mask, positions, want):
         ({"input_ids": _ids([1, 2, 3]), "position_ids": _ids([0, 1])}, "position_ids"),
         ({"input_ids": _ids([1, 2], [3, 4]), "cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens"),
         ({"input_ids": _ids([1, 2, 3]), "cu_seqlens": torch.tensor([0, 5])}, "cu_seqlens"),
+        ({"input_ids": _ids([1, 2, 3]), "of_a_picture": torch.ones(1, 4)}, "batch"),  # as if padded
     ],
 )
 def test_what_is_refused_of_a_batch(batch, name):
     with pytest.raises(RefusedError) as error:
-        prepared(batch, multiple=1)
+        prepared(batch, multiple=4)
     assert error.value.name == name
 
 

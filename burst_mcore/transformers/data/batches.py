@@ -138,6 +138,8 @@ def prepared(
         for name, x in batch.items()
         if name not in (*READ, *DROPPED)
     }
+    for name in (x for x in whole if more and is_dealt(batch[x], n + more)):  # would be dealt as it is
+        raise RefusedError("batch", f"{name} has {n + more} entries a row, as if padded: give it {n}")
     if TREE in whole:
         whole[TREE] = padded(whole[TREE], more)
     if types in whole and is_dealt(batch[types], n):
