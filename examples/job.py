@@ -148,7 +148,7 @@ class _Events:
 
 
 def _free_port() -> int:
-    """Return a port below those that systems give to connections, which may take one any time."""
+    """Return a free port, below those that systems give to connections at any time."""
     while True:
         port = random.SystemRandom().randrange(15000, 32000)
         with socket.socket() as listener, contextlib.suppress(OSError):

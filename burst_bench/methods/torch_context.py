@@ -41,7 +41,7 @@ def _on_cpu(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     from torch.distributed.tensor import DTensor
 
     names = (argument.name for argument in operator._schema.arguments)
-    given = dict(zip(names, args, strict=False))  # a default at the end is left out
+    given = dict(zip(names, args, strict=False))  # callers leave out arguments at the end that have defaults
     query, causal = given["query"], given.get("is_causal", False)
     local: list[Any] = [x.to_local() for x in args if isinstance(x, DTensor)]
     mesh, run = query.device_mesh, templates()._templated_ring_attention

@@ -112,7 +112,7 @@ def explain(
     question = question_of(problem, ranks, rates, layout_of(layout, problem, ranks))
     of_kind = question.typical
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
-    found = costed(config, of_kind, tuple(degrees), meshes=meshes)  # none where no degree goes with a mesh
+    found = costed(config, of_kind, tuple(degrees), meshes=meshes)  # empty if no degree goes with a mesh
     if not found:
         raise ValueError(
             f"mesh {config.mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "

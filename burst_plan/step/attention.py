@@ -73,7 +73,7 @@ def attention(
     Args:
         mask: in words.
         config: settings; None leaves all of it open, the layout too.
-        layouts: those that are tried then.
+        layouts: words of the layouts to try if settings leave the layout open.
 
     Raises:
         ValueError: a mask or settings that do not go with the sequence and the ranks.

@@ -40,12 +40,12 @@ def work(mixer: Mixer, layout: str, seq: int, ranks: int) -> Work:
     for each in fragments(dealt, padded, ranks):
         own[each.rank] += 1
         again[each.rank] += len(each.rows) * (not each.begins and not each.ends)
-    found = mixer.recurrence
+    sizes = mixer.recurrence
     share = max(again.values()) * ranks / padded
-    products = mixer.width * mixer.channels + found.kernel * (1 + share) + found.maps * share
-    runs = 1 + share * (2 if found.maps else 1)  # once more for B, and for A where that is a matrix
-    states = 4.0 * max(own.values()) * (2 * found.state + found.decay) * (ranks > 1)
-    return Work(products, mixer.kept + found.run * runs, states)
+    products = mixer.width * mixer.channels + sizes.kernel * (1 + share) + sizes.maps * share
+    runs = 1 + share * (2 if sizes.maps else 1)  # once more for B, and for A where that is a matrix
+    states = 4.0 * max(own.values()) * (2 * sizes.state + sizes.decay) * (ranks > 1)
+    return Work(products, mixer.kept + sizes.run * runs, states)
 
 
 @lru_cache(maxsize=1024)

@@ -180,14 +180,16 @@ def _alone(rank, size):
     for operator in (torch_context.FORWARD, torch_context.BACKWARD):
         table.pop(operator)
     q = torch.randn(1, 2, 4 * size, 8)
-    with context_parallel(DeviceMesh.from_group(dist.group.WORLD, "cpu"), buffers=[q], buffer_seq_dims=[2]):
-        try:
-            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        except NotImplementedError as error:
-            return str(error)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    with (
+        context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]),
+        pytest.raises(NotImplementedError) as error,
+    ):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return str(error.value)
 
 
 def test_torch_alone_has_no_context_parallel_on_cpus():
-    """As docs/benchmark.md says; a torch that has it needs no entries of ours."""
+    """As docs/evidence/benchmark.md says; a torch that has it needs no entries of ours."""
     for said in processes(2, _alone):
         assert "flash_attention_for_cpu.default does not have a sharding strategy registered" in said

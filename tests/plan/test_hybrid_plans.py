@@ -135,7 +135,7 @@ def test_bytes_are_those_of_the_programs_and_of_the_kernels_states(name, layout)
 
 
 def test_each_step_of_a_scan_waits_for_its_busiest_rank():
-    """Four ranks on two nodes: within a node, across, within; by the picture of docs/hybrids.md."""
+    """Four ranks on two nodes: within a node, across, within; by the picture of docs/features/hybrids.md."""
     mixer, rates = NEMOTRON.mixer, H100.rates
     state, decay = 4 * mixer.recurrence.state, 4 * mixer.recurrence.decay
     near, far = rates.link(inter=False), rates.link(inter=True)

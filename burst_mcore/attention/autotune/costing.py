@@ -79,7 +79,7 @@ class Costs:
         )
 
     def least(self, route: Route, direction: Pass) -> float:
-        """Return the seconds of a way, the better way round, or those that it takes at least."""
+        """Return the seconds of a way, the better way round; a lower bound until its passes are played."""
         passes = (Pass.FORWARD, direction)
         return min(sum(self.seconds(way, pass_) for pass_ in passes) for way in self.ways(route))
 
