@@ -128,8 +128,11 @@ def burst_attention(
     return (out, lse.transpose(1, 2)) if return_lse else out
 
 
-STEEP = 2.0**40
-"""Factor of scores whose log-sum-exp, divided by it, is their maximum: off by at most log(keys) / STEEP."""
+STEEP = {torch.float64: 2.0**40}
+"""By dtype, or 2^14: a factor of scores so steep that their log-sum-exp is their maximum.
+
+Too large by log(keys) / 2^14 at most. GPUs take exp2(fma(score, scale, -maximum)) of a rounded maximum: an
+exponent off by 2^-24 of it, finite for scores up to 100,000 at 2^14, and for none at 2^40."""
 
 
 def max_logit(
@@ -154,9 +157,10 @@ def max_logit(
         v = None if k is None else k[..., :8]
     with torch.no_grad():
         options: dict[str, Any] = {"topology": topology, "mask": mask, "latent": latent, "config": config}
-        _, lse = burst_attention(q, k, v, **options, softmax_scale=scale * STEEP, return_lse=True)
+        steep = STEEP.get(q.dtype, 2.0**14)
+        _, lse = burst_attention(q, k, v, **options, softmax_scale=scale * steep, return_lse=True)
     none = lse.new_full((1, q.shape[2]), -torch.inf)
-    return torch.cat([none, lse.flatten(0, 1)]).amax(0) / STEEP
+    return torch.cat([none, lse.flatten(0, 1)]).amax(0) / steep
 
 
 _ARGUMENTS = [*burst_attention.__annotations__][:-2]
@@ -173,10 +177,7 @@ def _keys(
     if latent is None:
         if k is None or v is None:
             missing = " and ".join(name for name, tensor in (("k", k), ("v", v)) if tensor is None)
-            raise ValueError(
-                f"burst_attention needs k and v, or latent=Latent(compressed, rope_key, weight), got no "
-                f"{missing}"
-            )
+            raise ValueError(f"burst_attention needs k and v, or latent=Latent(...), got no {missing}")
         return k, v, None, "off"
     if k is not None or v is not None:
         raise ValueError("burst_attention takes k and v, or latent, not both")

@@ -1,7 +1,9 @@
 """The whole function over gloo processes, for random masks, layouts, lengths, topologies and shapes."""
 
 import itertools
+import math
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,6 +29,7 @@ from burst_mcore.attention import prepare
 from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import ops
 from burst_mcore.attention.runtime import communicators
@@ -145,13 +148,39 @@ def _max_logits(rank, size, intra, seeds):
         want, most = _largest(p, mask, p.q.shape[3] ** -0.5 if scale is None else scale, at)
         assert got.dtype == (torch.float64 if p.q.dtype == torch.float64 else torch.float32)
         assert not got.requires_grad
-        of_one = 1e-10 if p.q.dtype == torch.float64 else 1e-6
-        torch.testing.assert_close(got.double(), want, rtol=of_one, atol=of_one * most)
+        of_one, steep = (1e-10, 2**40) if p.q.dtype == torch.float64 else (1e-6, 2**14)
+        torch.testing.assert_close(
+            got.double(), want, rtol=of_one, atol=of_one * most + math.log(p.q.shape[1]) / steep
+        )
 
 
 @pytest.mark.parametrize(("size", "intra"), [(1, 1), (2, 2), (3, 1), (4, 2)])
 def test_largest_logits_of_random_masks_layouts_and_shapes(size, intra):
     processes(size, _max_logits, intra, range(12))
+
+
+def _by_fused_multiply_add(q, k, v, pattern, scores):
+    """A forward whose exponents are rounded once, as on GPUs, below a maximum that was rounded before."""
+    out, _ = REFERENCE.forward(q, k, v, pattern, scores)
+    products = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()).float()
+    factor = torch.tensor(scores.scale * math.log2(math.e)).float()
+    most = (products.amax(-1, keepdim=True) * factor).float()
+    exponents = (
+        products.double() * factor.double() - most.double()
+    )  # the product of two floats is exact there
+    total = torch.exp2(exponents.float()).sum(-1, keepdim=True)
+    return out, ((most + total.log2()) * math.log(2)).squeeze(-1)
+
+
+@pytest.mark.parametrize("largest", [1.0, 300.0, 100_000.0])
+def test_largest_logits_of_kernels_that_fuse_a_multiplication_with_an_addition(largest, monkeypatch):
+    monkeypatch.setitem(KERNELS, "reference", replace(REFERENCE, forward=_by_fused_multiply_add))
+    q, k = (torch.randn(1, 128, 2, 128, dtype=torch.float32) for _ in range(2))
+    want = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()).amax((0, 2, 3))
+    options = {"topology": Topology.single(), "mask": Mask.full(), "config": BurstConfig(kernel="reference")}
+    scale = largest / float(want.max())
+    got = max_logit(q, k, softmax_scale=scale, **options).double()
+    torch.testing.assert_close(got, want * scale, rtol=1e-6, atol=math.log(128) / 2**14)
 
 
 def _cost_of_largest_logits(rank, size):
