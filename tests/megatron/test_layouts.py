@@ -31,7 +31,7 @@ LAYOUTS = ["contiguous", "stacked-zigzag:2", "striped", "block-striped:16"]
 
 
 @pytest.mark.proves("GPT", "other layouts at CP 2 and 4")
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpt(layout, cp):
     assert_equal(step(Case(cp=cp, layout=layout, backward="query")), default())

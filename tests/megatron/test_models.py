@@ -5,6 +5,8 @@ from models import MLA, MOE, MTP, VERSION, Case, assert_equal, default, needs_01
 
 from burst_mcore.checkpointing import Segment
 
+SLOW = pytest.mark.slow
+
 
 def test_the_baseline_is_megatrons_own_attention():
     assert set(default().core_attentions) == {"DotProductAttention"}
@@ -31,10 +33,12 @@ WAYS = {
     "Ulysses": {"burst": (("head_parallel", 4),)},
     "auto, no overlap": {"burst": (("head_parallel", "auto"), ("overlap", False))},
 }
+LESS = {"double ring of 1 x 4", "flat ring on hierarchical groups", "heads across nodes"}
+"""Ways that differ little from others."""
 
 
 @pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, a mesh, with shared heads, by auto")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[SLOW] * (way in LESS)) for way in WAYS])
 def test_gpt_on_other_routes(way):
     assert_equal(step(Case(cp=4, **WAYS[way])), default())
 
@@ -77,10 +81,10 @@ def test_mla():
         (1, 2, "kv", {"recompute": "selective"}),
         (1, 4, "kv", {"recompute": "full", "policy": Segment(0.5), "layout": "striped"}),
         (1, 4, "query", {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)}),
-        (1, 4, "query", {"burst": (("mesh", "2x2"),)}),
+        pytest.param(1, 4, "query", {"burst": (("mesh", "2x2"),)}, marks=SLOW),
         (1, 4, "kv", {"burst": (("mesh", "2x2"),), "recompute": "full", "policy": Segment(0.5)}),
-        (1, 4, "query", {"burst": (("mesh", "4x1"),), "hierarchy": (2, 2)}),
-        (2, 2, "kv", {}),
+        pytest.param(1, 4, "query", {"burst": (("mesh", "4x1"),), "hierarchy": (2, 2)}, marks=SLOW),
+        pytest.param(2, 2, "kv", {}, marks=SLOW),
         (2, 2, "query", {"sequence_parallel": True}),
     ],
 )

@@ -34,7 +34,7 @@ WINDOW = (("window_size", (5, 0)), ("window_attn_skip_freq", 2))
 
 @pytest.mark.proves("packed documents, padded or not", "CP 1, 2, 4; beside each document alone")
 @pytest.mark.parametrize("backward", ["query", "kv"])
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("packed", [WHOLE, PADDED], ids=["whole", "padded"])
 def test_packed_documents(packed, cp, backward):
     assert_equal(step(Case(cp=cp, backward=backward, **packed)), default(**packed))

@@ -64,7 +64,7 @@ def _samples(rank, size, intra, seeds):
 
 @pytest.mark.parametrize(
     ("size", "intra"),
-    [(2, 2), (3, 1), (4, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((6, 3), (8, 4)))],
+    [(2, 2), (4, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((3, 1), (6, 3), (8, 4)))],
 )
 def test_random_problems_are_as_exact_as_without(size, intra):
     processes(size, _samples, intra, range(16))

@@ -110,8 +110,8 @@ def _stay(rank, size, intra, seeds):
     [
         (1, 1, 0, 40),
         (2, 2, 0, 40),
-        (4, 2, 0, 20),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((4, 2, 20, 40), (3, 1, 0, 40))),
+        (4, 2, 0, 10),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((4, 2, 10, 40), (3, 1, 0, 40))),
     ],
 )
 def test_what_is_not_finite_stays_in_its_document(size, intra, first, last):

@@ -154,7 +154,7 @@ def _samples(rank, size, intra, seeds):
 
 @pytest.mark.parametrize(
     ("size", "intra"),
-    [(2, 2), (3, 1), (4, 2), pytest.param(6, 3, marks=pytest.mark.slow)],
+    [(2, 2), (4, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((3, 1), (6, 3)))],
 )
 def test_random_masks_layouts_and_shapes(size, intra):
     processes(size, _samples, intra, range(25))

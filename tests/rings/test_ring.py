@@ -57,8 +57,16 @@ def _grid(rank, size, dtype):
             raise AssertionError(f"{layout} {kind} {direction} {kv} {dtype}: {e}") from e
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *itertools.product((1, 2), DTYPES),
+        (3, torch.bfloat16),
+        *(pytest.param(3, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)),
+        *(pytest.param(4, dtype, marks=pytest.mark.slow) for dtype in DTYPES),
+    ],
+    ids=str,
+)
 def test_as_exact_as_the_kernel_alone(size, dtype):
     processes(size, _grid, dtype)
 

@@ -33,7 +33,7 @@ from burst_mcore.attention.shard import Shard
 
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 CLUSTERS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]
-SLOW = {(3, 1), (4, 1), (4, 2)}
+SLOW = {(3, 1), (1, 4), (4, 1), (2, 4), (4, 2)}
 FEW = {(2, 3): "mqa", (3, 2): "mha", (2, 4): "gqa"}
 """Clusters on which one kind of heads is enough, where all kinds run on smaller ones."""
 
@@ -98,7 +98,7 @@ def _exact(rank, size, intra, names, dtype):
             for c in CLUSTERS
             if c not in FEW
         ),
-        *((*c, name) for c, name in FEW.items()),
+        *(pytest.param(*c, name, marks=[pytest.mark.slow] if c in SLOW else []) for c, name in FEW.items()),
         *(
             pytest.param(*c, " ".join(other for other in HEADS if other != name), marks=pytest.mark.slow)
             for c, name in FEW.items()

@@ -193,8 +193,7 @@ CASES = [
     ("sp", "size", "cases"),
     [
         (2, 2, CASES),
-        (2, 4, CASES[:2]),
-        pytest.param(4, 4, CASES, marks=pytest.mark.slow),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 4, CASES[:2]), (4, 4, CASES))),
     ],
     ids=["SP2", "DP2xSP2", "SP4"],
 )

@@ -343,7 +343,13 @@ def _ends(folder, command, places):
     return [(process.returncode, said) for process, said in zip(ended, errors, strict=True)]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+LOGGED = "CP without burst attention"
+"""Refused behind a log of torch's, so in interpreters of their own; others are forked."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == LOGGED)) for name in REFUSED]
+)
 def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(name, data, tmp_path):
     arguments, words = REFUSED[name]
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
@@ -361,8 +367,7 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     shared |= {"PYTHONPATH": str(script.parents[1]), "MASTER_PORT": str(forked.free_port())}
     places = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    behind_a_log = name == "CP without burst attention"  # in interpreters of their own; others are forked
-    ends = _ends if behind_a_log else forked.ends
+    ends = _ends if name == LOGGED else forked.ends
     for rank, (status, errors) in enumerate(ends(tmp_path, command, places)):
         assert status == 2, errors[-3000:]
         said = [line for line in errors.splitlines() if not BEFORE.search(line)]
@@ -370,6 +375,7 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
         assert all(line.startswith("burst_mcore.megatron: ") and words in line for line in said), said
 
 
+@pytest.mark.slow
 def test_torchrun_shows_the_refusal_of_rank_0(data, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
     arguments = [*MODEL, *data, *CP2, *BURST, "--train-iters", "4", "--attention-dropout", "0.1"]
