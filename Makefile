@@ -136,10 +136,9 @@ gpu-sanitize:
 clean:
 	rm -rf .venv .venv-py311 .venv-docs site runs
 
-# Runs tests of $(1) that are $(2): first those that start no processes, on all cores; then the others, one by one.
+# Runs tests of $(1) that are $(2), on all cores up to 8: many start processes of their own.
 define tested
-.venv/bin/python -m pytest $(1) -m '($(2)) and not processes' --numprocesses auto --dist loadfile
-.venv/bin/python -m pytest $(1) -m '($(2)) and processes'
+.venv/bin/python -m pytest $(1) -m '$(2)' --numprocesses auto --maxprocesses 8 --dist loadfile
 endef
 
 # Runs tests of $(1) that are $(2) in the second environment, or says why not.

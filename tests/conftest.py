@@ -2,8 +2,6 @@
 
 import gc
 import os
-import sys
-from types import FunctionType, ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
 
@@ -84,55 +82,3 @@ def _poisoned_buffers():
     poison(True)
     yield
     poison(False)
-
-
-STARTERS = {
-    "ranks.processes",
-    "ranks.torchrun",
-    "forked.run",
-    "forked.start",
-    "subprocess",
-    "multiprocessing",
-}
-"""Functions and modules that start processes."""
-
-
-def pytest_collection_modifyitems(items):
-    """Mark the tests that start processes: `make test` runs all others on all cores."""
-    known = {}
-    for item in items:
-        fixtures = [
-            d.func for name in item.fixturenames for d in item._fixtureinfo.name2fixturedefs.get(name, ())
-        ]
-        if any(_starts(function, known) for function in (item.function, *fixtures)):
-            item.add_marker("processes")
-
-
-def _starts(function, known):
-    """Whether a function, or one of the tests' own functions that it names, starts processes."""
-    function = getattr(function, "__wrapped__", function)
-    if not isinstance(function, FunctionType) or function in known:
-        return known.get(function, False)
-    known[function] = False  # of a circle
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name)
-        if isinstance(value, ModuleType):
-            started = value.__name__ in STARTERS
-        else:
-            where = getattr(value, "__module__", "") or ""
-            started = where in STARTERS or f"{where}.{getattr(value, '__name__', '')}" in STARTERS
-            started = started or (_of_tests(where) and _starts(value, known))
-        known[function] = known[function] or started
-    return known[function]
-
-
-def _names(code):
-    yield from code.co_names
-    for constant in code.co_consts:
-        if hasattr(constant, "co_names"):
-            yield from _names(constant)
-
-
-def _of_tests(module):
-    path = getattr(sys.modules.get(module), "__file__", None) or ""
-    return os.path.dirname(__file__) in path
