@@ -454,9 +454,8 @@ CLUSTERS = [
     (2, 8, 200, 2),
     (2, 8, 200, 25),
     (4, 8, 200, 25),
-    (8, 8, 450, 50),
     (2, 4, 0.02, 0.001),
-    pytest.param(16, 8, 25, 3, marks=pytest.mark.slow),
+    *(pytest.param(*more, marks=pytest.mark.slow) for more in ((8, 8, 450, 50), (16, 8, 25, 3))),
 ]
 
 

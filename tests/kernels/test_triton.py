@@ -232,7 +232,7 @@ def on_threads(monkeypatch):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, deterministic):
     p = problem(3, 48, heads=2 * route.heads, kv_heads=route.heads, dtype=torch.float32)
     options = {"deterministic": deterministic}

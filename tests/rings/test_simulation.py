@@ -96,17 +96,18 @@ def simulate(
 
 ROUTES = [
     *(Route(1, size) for size in range(1, 6)),
-    *(Route(m, intra) for m, intra in [(2, 2), (2, 3), (3, 2), (4, 2), (4, 1), (2, 1)]),
+    *(Route(m, intra) for m, intra in [(2, 2), (2, 3), (3, 2), (4, 1), (2, 1)]),
     *(Route(1, 4 // h, h) for h in (2, 4)),
     *(Route(1, 2, 2, outer=True), Route(1, 3, 2, outer=True), Route(2, 2, 2, outer=True)),
     *(Route(1, places, rings=rings) for rings, places in [(2, 1), (2, 2), (3, 2), (2, 3)]),
     *(Route(2, 2, rings=2), Route(2, 1, 2, rings=2), Route(1, 2, 2, rings=2)),
-    *(Route(1, 2, 4, rings=2, outer=True), Route(2, 2, overlap=False, rings=2)),
+    Route(2, 2, overlap=False, rings=2),
     *(Route(2, 2, 2), Route(2, 1, 4), Route(3, 1, 2), Route(1, 3, 2)),
     *(Route(2, 3, overlap=False), Route(2, 2, 2, overlap=False), Route(1, 1, 4, overlap=False)),
 ]
 LARGER = [
     *(Route(1, size) for size in (6, 7, 8)),
+    *(Route(4, 2), Route(1, 2, 4, rings=2, outer=True)),
     *(Route(2, 4), Route(3, 3), Route(3, 2, 2), Route(1, 4, 2, outer=True), Route(1, 3, 4, outer=True)),
     *(Route(1, 2, rings=4), Route(1, 2, 2, rings=3), Route(2, 2, 4, overlap=False, outer=True)),
 ]

@@ -175,7 +175,7 @@ def _launched(*words, folder):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["script", "module"])
+@pytest.mark.parametrize("way", ["script", pytest.param("module", marks=pytest.mark.slow)])
 def test_the_launcher(tmp_path, way):
     """A script that stays as it is finds ours in Accelerate, its own arguments, and a module beside it."""
     pytest.importorskip("accelerate")
@@ -189,7 +189,14 @@ def test_the_launcher(tmp_path, way):
     assert done.stdout.strip().endswith("burst_mcore/torch/accelerate.py")
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["missing.py"], ["-m", "missing.module"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (["--help"], ["missing.py"])),
+        ["-m", "missing.module"],
+    ],
+)
 def test_the_launcher_without_a_script(tmp_path, words):
     done = _launched(*words, folder=tmp_path)
     assert done.returncode != 0

@@ -61,7 +61,9 @@ def test_the_documents_matter(data, alone, tmp_path):
         (2, CP2),
         (2, [*CP2, "--burst-layout", "contiguous", "--burst-fused-loss"]),
         (4, [*CP4, "--burst-layout", "striped", "--burst-backward", "query", *SEGMENT]),
-        (4, [*CP2, "--tensor-model-parallel-size", "2", "--burst-backward", "kv"]),
+        pytest.param(
+            4, [*CP2, "--tensor-model-parallel-size", "2", "--burst-backward", "kv"], marks=pytest.mark.slow
+        ),
         pytest.param(4, [*CP4, "--burst-head-parallel", "2"], marks=pytest.mark.slow),
         pytest.param(4, [*CP4, "--micro-batch-size", "4"], marks=pytest.mark.slow),
     ],
