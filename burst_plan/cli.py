@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, cast
 try:
     import typer
 except ImportError:
-    sys.stderr.write("burst-mcore needs the packages of the extra 'cli': in a clone, pip install '.[cli]'\n")
+    sys.stderr.write("burst-mcore needs packages: pip install '.[cli]' in a clone, or 'FILE.whl[cli]'\n")
     sys.exit(2)
 from typer.core import TyperGroup
 
@@ -67,7 +67,7 @@ app = typer.Typer(
     cls=OneLine,
     no_args_is_help=True,
     add_completion=False,
-    help="Predict, draw and measure BurstAttention; check configurations of DeepSpeed; patch Megatron.",
+    help="Plan a training run; predict, draw, measure BurstAttention; check configurations; patch Megatron.",
 )
 
 COMMANDS = "burst_mcore.commands"
@@ -97,7 +97,7 @@ def explain(
     gpu: Gpu = None,
     rates_file: RatesFile = None,
 ) -> None:
-    """Predict the ways of a call on a cluster, and say which it takes by default and by "auto", and why."""
+    """Predict the ways of a call on a cluster: the way that runs by default, that of "auto", and why."""
     import torch
 
     from burst_mcore.config import BurstConfig
@@ -109,16 +109,10 @@ def explain(
         meshes = mesh == "auto"
         config = BurstConfig(ring=ring, mesh="none" if meshes else mesh, overlap=overlap)
         problem = LayerProblem(
-            seq=tokens(seq),
-            heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=head_dim,
-            batch=batch,
-            mask=mask,
-            dtype=dtype,
-            value_dim=value_dim,
+            seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim, batch=batch, mask=mask, dtype=dtype, value_dim=value_dim,
             latent=None if latent is None else latent_of(latent),
-        )
+        )  # fmt: skip
         where, rates = ranks_and_rates(cluster, rates_file, gpu)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other
         typer.echo(predict.explain(problem, where, rates, config, layout=layout, meshes=meshes))
@@ -147,9 +141,11 @@ def draw(
     rates_file: RatesFile = None,
     measure: Annotated[bool, typer.Option(help="Also run it on this machine's CPU, over gloo.")] = False,
     out: Annotated[
-        Path, typer.Option(help="The picture; mask.png and trace.json are written beside.")
+        Path, typer.Option(help="The picture; mask.png and trace.json go to the same folder.")
     ] = Path("timeline.png"),
-    scan: Annotated[bool, typer.Option(help="The scan of a delta rule's states instead, as a grid.")] = False,
+    scan: Annotated[
+        bool, typer.Option(help="Print the scan of a delta rule's states, not attention.")
+    ] = False,
 ) -> None:
     """Draw one pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask.
 
@@ -280,10 +276,10 @@ def plan(
         list[Path] | None, typer.Option(metavar="FILE", help="Measured rows, as JSON; may be repeated.")
     ] = None,
     calibrate: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Rows that fit two numbers of machines first.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Measured rows that first correct a machine.")
     ] = None,
 ) -> None:
-    """Predict every way to train a model, or measured figures (--against); predicted, not measured."""
+    """Predict every way to train a model and recommend one, or compare measured figures (--against)."""
     import json
 
     import torch
@@ -354,7 +350,7 @@ def doctor(
         bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
     ] = False,
 ) -> None:
-    """Predict what a configuration will do, whether it fits, and what would be faster; JSON or Megatron's."""
+    """Predict what a configuration of DeepSpeed or Megatron does, whether it fits, what would be faster."""
     from burst_mcore.deepspeed.config.section import reference as page
     from burst_mcore.machines import machine
     from burst_mcore.rates import Rates
@@ -389,7 +385,8 @@ def patch(
         Path | None, typer.Option(metavar="DIR", help="Remove all lines that a patch added.")
     ] = None,
     show: Annotated[
-        Path | None, typer.Option("--print", metavar="DIR", help="Print it for git apply --unidiff-zero.")
+        Path | None,
+        typer.Option("--print", metavar="DIR", help="Print a patch (git apply --unidiff-zero)."),
     ] = None,
     options: Annotated[
         bool, typer.Option(help="Add all other flags, too: layouts, recompute policies, the fused loss.")
@@ -438,7 +435,7 @@ def main() -> None:
         if package.startswith("burst_"):
             raise
         extra = EXTRAS.get(package, "deepspeed")
-        hint = f"in a clone, pip install '.[{extra}]'"
+        hint = f"pip install '.[{extra}]' in a clone, or 'FILE.whl[{extra}]'"
         typer.echo(f"burst-mcore: this needs the package {package}, which is not installed: {hint}", err=True)
         sys.exit(2)
 

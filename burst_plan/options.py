@@ -44,7 +44,7 @@ Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="A machine without a name here: memory=24GB,tflops=165,gb=1008 are its memory, dense peak in 16 "
+        help="A GPU that has no preset: memory=24GB,tflops=165,gb=1008 are its memory, dense peak in 16 "
         "bits and GB/s of memory; link=32 within a node, nic=12.5 between nodes, in GB/s one way."
     ),
 ]

@@ -20,6 +20,8 @@ from burst_plan.words import mask_of, tokens
 
 ALIGNED = (*["left"] * 3, *["right"] * 6)
 """Columns of the table of ways, `_row`."""
+MISSING = {"megatron": "these flags to your model's", "deepspeed": "your optimizer to this JSON"}
+"""What makes the settings that are printed whole, by framework."""
 LESS = ("exposed %", "attention", "off by", "MFU %", "s")
 """Those that a narrow terminal does not show, the first first."""
 
@@ -74,19 +76,20 @@ def length_of(seq: str | None, megatrons: int | None) -> int:
 
 def text(answer: Answer, top: int) -> str:
     """Return an answer as text: the ranked table, the recommendation, what to paste, what does not go."""
-    chosen = answer.chosen
-    model, place = answer.model, answer.place
+    chosen, model, place = answer.chosen, answer.model, answer.place
     lines = [
         f"{model.name}: {short(model.parameters / 1e9)} billion parameters, {answer.batch} x {answer.seq} "
         f"tokens a step, mask {answer.mask}, on {place.name} (predicted, not measured)",
         "",
     ]
-    if answer.ranked:
-        shown = answer.ranked[:top]
-        rows = [_row(one, chosen) for one in shown]
+    if chosen is not None:
+        marks = {one.way: "+" for one in map(answer.best_of, FRAMEWORKS) if one} | {chosen.way: "*"}
+        shown = [one for number, one in enumerate(answer.ranked) if number < top or one.way in marks]
+        rows = [_row(one, marks.get(one.way, "")) for one in shown]
         aligned = dict(zip(rows[0], ALIGNED, strict=True))
         lines.append(table(rows, LESS, aligned, disable_numparse=True))
-        lines += [f"and {len(answer.ranked) - top} slower ones"] * (len(answer.ranked) > top)
+        lines += [f"and {len(answer.ranked) - len(shown)} others"] * (len(answer.ranked) > len(shown))
+        lines.append("*: recommended; +: the best way of the other framework, with its settings below")
         lines += dict.fromkeys(f"speeds: {one.errors}" for one in shown)
     lines += ["", *recommendation(answer)]
     if answer.infeasible:
@@ -105,18 +108,18 @@ def recommendation(answer: Answer) -> list[str]:
     """Return the recommended way of an answer, its reason, and what to paste for each framework."""
     if answer.chosen is None:
         return [answer.reason]
-    lines = [f"recommended: {answer.reason}"]
     way, runs, place = answer.chosen.way, answer.chosen.attention, answer.place
     layers = told(answer.model, runs.layout, answer.seq, way.ring(place.ranks), place.rates)
-    lines += [f"attention: {runs}", *layers, "", _stack(answer.chosen), ""]
+    lines = [f"recommended: {answer.reason}", f"attention: {runs}", *layers, "", _stack(answer.chosen), ""]
     for best in filter(None, map(answer.best_of, FRAMEWORKS)):
-        lines += [f"{best.way}:", advice(best), *(f"note: {note}" for note in notes(best)), ""]
+        title = f"{best.way}; add {MISSING[best.way.framework]}:"
+        lines += [title, advice(best), *(f"note: {note}" for note in notes(best)), ""]
     return lines
 
 
-def _row(one: PredictedStep, chosen: PredictedStep | None) -> dict[str, str]:
+def _row(one: PredictedStep, mark: str) -> dict[str, str]:
     return {
-        "": "*" if one is chosen else "",
+        "": mark,
         "way": str(one.way),
         "attention": f"{one.attention.ring} x{one.attention.head_parallel} {one.attention.direction}",
         "s": short(one.seconds, 4),

@@ -215,8 +215,8 @@ def test_a_package_that_is_missing_is_one_line_and_status_2(tmp_path, monkeypatc
     told = capsys.readouterr().err
     assert ended.value.code == 2 and not list(tmp_path.iterdir())
     assert told == (
-        "burst-mcore: this needs the package tabulate, which is not installed: in a clone, "
-        "pip install '.[cli]'\n"
+        "burst-mcore: this needs the package tabulate, which is not installed: pip install "
+        "'.[cli]' in a clone, or 'FILE.whl[cli]'\n"
     )
 
 
@@ -258,7 +258,7 @@ def test_without_the_packages_of_the_command_a_line_says_what_to_install(monkeyp
     monkeypatch.delitem(sys.modules, "burst_plan.cli")
     with pytest.raises(SystemExit) as ended:
         importlib.import_module("burst_plan.cli")
-    told = "burst-mcore needs the packages of the extra 'cli': in a clone, pip install '.[cli]'\n"
+    told = "burst-mcore needs packages: pip install '.[cli]' in a clone, or 'FILE.whl[cli]'\n"
     assert ended.value.code == 2 and capsys.readouterr().err == told
 
 

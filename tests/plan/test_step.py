@@ -24,6 +24,7 @@ from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import Cluster, PredictedStep, step
 from burst_plan.step.memory import ON_CPU, moments, stack, states, total
 from burst_plan.step.model import PRESETS, from_config, model_of
+from burst_plan.step.planned import planned, text
 from burst_plan.step.search import least, search
 from burst_plan.step.way import Way, why_not
 
@@ -221,6 +222,20 @@ def test_a_plan_prints_and_writes_a_recommendation(tmp_path):
     found = json.loads(out.read_text())
     assert f"recommended: {found['recommended']['words']}" in done.output
     assert "longest sequence, megatron" in done.output and "predicted, not measured" in done.output
+
+
+def test_a_plan_prints_the_ways_whose_settings_it_prints():
+    answer = planned("Llama-3.1-8B", "1M", "h100:4x8", 1, None)
+    lines = text(answer, 2).splitlines()
+    cells = {
+        line[:1]: " ".join(line.split()[1:]) for line in lines if line[:1] in ("*", "+") and "x1" in line
+    }
+    best = {"*": answer.chosen, "+": answer.best_of("megatron")}
+    assert cells.keys() == best.keys() and answer.chosen not in answer.ranked[:2]
+    assert all(cells[mark].startswith(f"{one.way} ") for mark, one in best.items())
+    assert f"and {len(answer.ranked) - 4} others" in lines
+    assert f"{best['+'].way}; add these flags to your model's:" in lines
+    assert f"{best['*'].way}; add your optimizer to this JSON:" in lines
 
 
 def test_ranks_that_do_not_go_evenly_have_a_reason():
