@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from alone import TakenError, alone_in
 
+from burst_plan.words import tokens
+
 HERE = Path(__file__).resolve().parent
 BYTES = 256
 EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -55,7 +57,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--pattern", default="*.py", help="which files of a folder")
     parser.add_argument("--model", type=Path, help="folder of config and weights; default a small Llama")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a sample")
+    parser.add_argument("--tokens", type=length, default=2048, help="of a sample, such as 4096, 128K or 1M")
     parser.add_argument("--steps", type=int, default=160, help="of the optimizer, in all")
     parser.add_argument("--save-every", type=int, default=40, metavar="STEPS")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune"))
@@ -70,12 +72,23 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def length(text: str) -> int:
+    try:
+        return tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def files_of(path: Path, pattern: str) -> list[Path]:
+    """A file, or the files of a folder in the order of their names."""
+    if path.is_file():
+        return [path]
+    files = [file for file in sorted(path.rglob(pattern)) if file.is_file()]
+    return [file for file in files if EXCLUDED.isdisjoint(file.relative_to(path).parts)]
+
+
 def texts(path: Path, pattern: str) -> Iterator[str]:
-    """The text of a file, or of the files of a folder in the order of their names."""
-    files = [path] if path.is_file() else sorted(path.rglob(pattern))
-    for file in files:
-        if path.is_file() or EXCLUDED.isdisjoint(file.relative_to(path).parts):
-            yield file.read_text(errors="replace")
+    return (file.read_text(errors="replace") for file in files_of(path, pattern))
 
 
 def bytes_of(text: str) -> torch.Tensor:
@@ -91,8 +104,6 @@ class Samples(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __init__(self, documents: Iterator[torch.Tensor], tokens: int, end: int) -> None:
         parts = [torch.cat([document.to(torch.int32), torch.tensor([end])]) for document in documents]
-        if not parts:
-            raise SystemExit("the data holds no text: look at --data and --pattern")
         self.ids, self.tokens = torch.cat(parts), tokens
         self.positions = torch.cat([torch.arange(len(part), dtype=torch.int32) for part in parts])
 
@@ -257,6 +268,8 @@ def run(
     arguments: argparse.Namespace, train: Callable[[argparse.Namespace], int], script: str, argv: list[str]
 ) -> int:
     """Train as one of torchrun's ranks, or start the ranks here and look at the goal."""
+    if not files_of(arguments.data, arguments.pattern):
+        sys.exit(f"{arguments.data} has no file {arguments.pattern}: give --data or --pattern")
     arguments.out.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
         try:

@@ -5,14 +5,20 @@ import pytest
 pytest.importorskip("tensorboard")
 pytest.importorskip("megatron.core")
 
+import re
+import shlex
 import time
+from pathlib import Path
 
 import compare
+import finetune_hf
 import job
 import prepare_bytes
 import train
 from alone import TakenError, alone_in
 from job import Iteration
+
+ROOT = Path(__file__).parents[2]
 
 
 def _iterations(losses, norm=1.0):
@@ -60,6 +66,25 @@ def test_a_folder_takes_one_run_at_a_time_and_is_free_after_an_error(tmp_path):
         raise AssertionError("two at once")
     with alone_in(tmp_path):
         pass
+
+
+def test_commands_of_fine_tuning_are_legal_and_say_which_files_are_text():
+    texts = [page.read_text() for page in [*ROOT.glob("docs/**/*.md"), ROOT / "examples" / "finetune.slurm"]]
+    commands = re.findall(r"examples/finetune(?:_hf.py|.slurm) (--config .*)", "\n".join(texts))
+    asked = [finetune_hf.arguments_of(shlex.split(command)) for command in commands]
+    assert len(asked) == 5 and all(each.pattern == "*.txt" for each in asked)
+    assert sorted(each.tokens for each in asked)[-2:] == [4096, 2**20]
+
+
+def test_fine_tuning_without_text_is_one_line(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("a")
+    words = ["--config", "ds.json", "--out", str(tmp_path / "out"), "--data", str(tmp_path)]
+    with pytest.raises(SystemExit, match=rf"^{tmp_path} has no file \*.py: give --data or --pattern$"):
+        finetune_hf.run(finetune_hf.arguments_of(words), None, "", words)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        finetune_hf.arguments_of([*words, "--tokens", "1G"])
+    assert "a number of tokens looks like 4096, 128K or 1M, got '1G'" in capsys.readouterr().err
 
 
 class _Slow:
