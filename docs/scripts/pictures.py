@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts from what runs: programs, layouts, masks, plans, measurements.
+"""Draws the pictures of the docs from what runs: programs, layouts, masks, plans, measurements.
 
 `make tables`, after one of these changed. tests/house/test_docs.py fails until then.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from drawing import GREY, INK, LIGHT, Drawing, colour
+from timelines import COMMANDS, timeline
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.autotune.cost import allowed_pairs
@@ -424,7 +426,7 @@ def _span(buffer: str) -> str:
 
 DRAWN: dict[str, Callable[[], Drawing]] = {
     draw.__name__: draw for draw in (ring, query, double, work, layouts, masks, rows, segments, loss, states)
-}
+} | {name: partial(timeline, name) for name in COMMANDS}
 
 if __name__ == "__main__":
     for file, text in pictures().items():

@@ -324,12 +324,18 @@ def check(x) -> str | None:
 
 def test_pictures_are_as_the_code_draws_them(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
-    drawn = runpy.run_path(str(ROOT / "docs" / "scripts" / "pictures.py"))["pictures"]()
+    script = runpy.run_path(str(ROOT / "docs" / "scripts" / "pictures.py"))
+    drawn = script["pictures"]()
     text = "\n".join(page.read_text() for page in PAGES)
     for name, picture in drawn.items():
         assert (ROOT / "docs" / "images" / name).read_text() == picture, f"make tables: {name} is another now"
         assert f"images/{name})" in text, f"no page shows {name}"
-    assert {path.name for path in (ROOT / "docs" / "images").glob("*.svg")} == set(drawn)
+    images = {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    assert images == {*drawn, "plan_page.png"}, "a screenshot of a browser is the only other picture"
+    shown = [page.read_text() for page in PAGES]
+    for name, command in script["COMMANDS"].items():
+        pages = [page for page in shown if f"images/{name}.svg)" in page]
+        assert pages and all(f"`burst-mcore {command}`" in page for page in pages), f"{name}: {command}"
 
 
 def test_the_table_of_recompute_is_that_of_the_committed_run():
