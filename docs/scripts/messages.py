@@ -13,10 +13,14 @@ from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 
+from strings import Strings, words
+
 ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"^<!-- errors of: (.*?) -->\n", re.MULTILINE | re.DOTALL)
-RAISING = re.compile(r"\w*Error$|refuse$|fail$|error$|BadParameter$|Exit$|no_argument$")
+RAISING = re.compile(r"\w*Error$|refuse$|fail$|error$|BadParameter$|[eE]xit$|stderr\.write$|no_argument$")
 """Names of what is called with the text of an error."""
+INTERNAL = {"burst_plan/explain/verify.py"}
+"""Checks of what the package itself made: no user meets their texts."""
 
 
 def with_messages(page: str) -> str:
@@ -52,8 +56,9 @@ def messages() -> Mapping[str, list[str]]:
     found = {}
     for package in ("burst_mcore", "burst_plan", "burst_bench"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            if texts := list(_texts(ast.parse(path.read_text()))):
-                found[str(path.relative_to(ROOT))] = texts
+            name = str(path.relative_to(ROOT))
+            if name not in INTERNAL and (texts := list(_texts(ast.parse(path.read_text())))):
+                found[name] = texts
     return found
 
 
@@ -64,43 +69,41 @@ def shown(text: str) -> str:
 
 
 def _texts(tree: ast.Module) -> Iterator[str]:
+    strings = Strings(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and RAISING.search(ast.unparse(node.func)):
-            texts = [_text(argument) for argument in node.args]
-            if ast.unparse(node.func).endswith("RefusedError"):
-                name, text = [*texts, None, None][:2]
-                yield f"refused ({name or '…'}): {text or '…'}"
+        if isinstance(node, ast.Call) and _raises(node):
+            if pairs := _refusals(strings, node):
+                yield from pairs
             else:
-                yield from (text for text in texts if _is_sentence(text))
+                texts = (text for argument in node.args for text in strings.texts(argument))
+                yield from (text for text in texts if words(text) >= 2)
         elif isinstance(node, ast.FunctionDef) and _says_why(node):
-            returned = (
-                _text(each.value) for each in ast.walk(node) if isinstance(each, ast.Return) and each.value
-            )
-            yield from (text for text in returned if _is_sentence(text))
+            returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
+            texts = (text for value in returned for text in strings.texts(value))
+            yield from (text for text in texts if words(text) >= 2)
+
+
+def _raises(call: ast.Call) -> bool:
+    """Whether a call gets the text of an error."""
+    to_errors = any(each.arg == "err" for each in call.keywords)  # typer.echo(..., err=True)
+    return to_errors or RAISING.search(ast.unparse(call.func)) is not None
+
+
+def _refusals(strings: Strings, call: ast.Call) -> list[str]:
+    """Return the texts of a RefusedError: of a name and a reason, or a starred pair; none of others."""
+    if ast.unparse(call.func).rpartition(".")[2] not in ("RefusedError", "refuse"):
+        return []
+    pairs = [call.args] if len(call.args) == 2 else []
+    if len(call.args) == 1 and isinstance(call.args[0], ast.Starred):
+        pairs = [leaf.elts for leaf in strings.leaves(call.args[0]) if isinstance(leaf, ast.Tuple)]
+    texts = []
+    for name, reason in pairs:
+        names, reasons = strings.texts(name), [text for text in strings.texts(reason) if words(text)]
+        shown = names[0] if len(names) == 1 else "…"
+        texts += [f"refused ({shown}): {text}" for text in reasons or ["…"] * bool(shown)]
+    return texts
 
 
 def _says_why(function: ast.FunctionDef) -> bool:
     """Whether a function returns a reason, or None."""
     return function.returns is not None and ast.unparse(function.returns) == "str | None"
-
-
-def _is_sentence(text: str | None) -> bool:
-    return text is not None and len(re.findall(r"[A-Za-z]{2,}", text)) >= 3
-
-
-def _text(node: ast.expr | None) -> str | None:
-    """Return the text that an expression makes, "…" for its values; None where it makes none."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _one_line(node.value)
-    if isinstance(node, ast.JoinedStr):
-        parts = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
-        return _one_line("".join(parts))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return f"{_text(node.left) or '…'}{_text(node.right) or '…'}"
-    if isinstance(node, ast.IfExp):
-        return _text(node.body) or _text(node.orelse)
-    return None
-
-
-def _one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text)

@@ -313,13 +313,91 @@ def check(x) -> str | None:
         raise RefusedError("batch", "too large" if x else "too small")
     gone = RuntimeError("the other rank " + name + " is gone")
     return f"it takes no {x} of these"
+
+class Word:
+    def refused(self, size):
+        wrong = None
+        if size:
+            wrong = "q and k must be alike"
+        elif size > 2:
+            wrong = OF_HEADS
+        if wrong:
+            raise ValueError(f"{wrong}, got {size}")
+        sys.exit(f"unknown {name} {size}; legal: few")
+        raise TypeError(next(iter(why for why, is_so in {f"a head of {size}": size > 1}.items() if is_so)))
+        refuse(*next(reasons_of(size), ("", None)))
+        raise ValueError(self._longer("there is no mesh"))
+
+    def _longer(self, problem):
+        return f"{problem}: make one of {len(self.ranks)} ranks" + ", or none" * self.small
+
+def reasons_of(size):
+    yield "model", f"{size} states are carried"
+
+OF_HEADS = "the heads do not divide"
 """
-    assert list(messages._texts(ast.parse(source))) == [
+    assert set(messages._texts(ast.parse(source))) == {
         "it takes no … of these",
         "the other rank … is gone",
         "x is …, and must be at most 1",
         "refused (batch): too large",
-    ]
+        "refused (batch): too small",
+        "q and k must be alike, got …",
+        "the heads do not divide, got …",
+        "unknown … …; legal: few",
+        "a head of …",
+        "refused (model): … states are carried",
+        "there is no mesh: make one of … ranks, or none",
+        "there is no mesh: make one of … ranks",
+    }
+
+
+def _llama(**fields):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **fields))
+
+
+def _raised():
+    """Yield calls of which each raises an error that a user may meet."""
+    import torch
+
+    from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
+    from burst_mcore.attention.schedule.actions import Pass
+    from burst_mcore.deepspeed.config.section import section_of
+    from burst_mcore.loss import fused_linear_cross_entropy
+    from burst_mcore.transformers.models.served import use_burst
+    from burst_plan.words import mask_of
+
+    x, y = torch.zeros(1, 4, 2, 8), torch.zeros(2, 4, 2, 8)
+    yield lambda: BurstConfig(ring="rign")
+    yield lambda: BurstConfig(rign="flat")
+    yield lambda: BurstConfig(mesh="auto")
+    yield lambda: Pass("sideways")
+    yield lambda: Layout.of("zigzag:2")
+    yield lambda: mask_of("casual", 8)
+    yield lambda: burst_attention(x, y, y, topology=Topology.single(), mask=Mask.causal())
+    yield lambda: Topology.from_group("cp")
+    yield lambda: section_of({"burst_attention": {"layuot": "zigzag"}})
+    yield lambda: section_of({"burst_attention": {"head_parallel": []}})
+    yield lambda: fused_linear_cross_entropy(x[0, :, 0], y[0, 0], torch.zeros(3, dtype=torch.long))
+    yield lambda: use_burst(_llama(attention_dropout=0.1), 2)
+
+
+def test_errors_that_are_raised_are_in_the_list():
+    pytest.importorskip("transformers")
+    page = (ROOT / "docs" / "reference" / "messages.md").read_text()
+    entries = [words or fenced for words, fenced in re.findall(r"^\* (?:`([^`].*)`|`` (.*) ``)$", page, re.M)]
+    named = [entry for entry in entries if len(re.findall("[A-Za-z]{2,}", entry)) >= 2]
+    patterns = [re.compile(".*".join(map(re.escape, entry.split("…")))) for entry in named]
+    for call in _raised():
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+            call()
+        text = " ".join(str(error.value).split())
+        assert any(pattern.fullmatch(text) for pattern in patterns), (
+            f"docs/reference/messages.md lacks: {text}"
+        )
 
 
 def test_pictures_are_as_the_code_draws_them(monkeypatch):
