@@ -66,6 +66,7 @@ class BurstConfig(Registered):
         "The number of ranks that divide the heads among them, in a ring over the other ranks: 1 is a "
         "pure ring, all ranks are Ulysses; auto: the cost model chooses.",
     )
+    """Divides the ranks and the heads, and divides or is a multiple of the K/V heads."""
 
     head_placement: str = _setting(
         "auto",
@@ -83,9 +84,8 @@ class BurstConfig(Registered):
     )
     """Rings x places of a ring, with rings * places * head_parallel ranks; (2, 4) is converted to "2x4"."""
 
-    overlap: bool = _setting(
-        True, "true, false", "Communicate while ranks compute (off: wait for each hop, for ablations)."
-    )
+    overlap: bool = _setting(True, "true, false", "Communicate while ranks compute (off: wait for each hop).")
+    """Changes times alone: results are the same."""
 
     kernel: str = _setting("auto", "auto, or a kernel's name", "The local attention kernel.")
     """A name in the kernel table (`burst_mcore.attention.kernels.table`), or "auto"."""

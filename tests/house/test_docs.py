@@ -1,6 +1,7 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
 import ast
+import itertools
 import os
 import re
 import runpy
@@ -164,6 +165,21 @@ def test_every_public_name_is_in_the_reference(module):
     errors = {name for _, name in listed if name.endswith("Error")}
     missing = set(names) - errors - {name for of, name in listed if of == f"burst_mcore{module}"}
     assert not missing, f"docs/reference/api.md lacks {missing} of burst_mcore{module}"
+
+
+def test_every_field_of_a_configuration_is_in_the_site():
+    """The site shows a field by the string under it."""
+    tree = ast.parse((ROOT / "burst_mcore" / "config.py").read_text())
+    body = next(
+        node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "BurstConfig"
+    )
+    bare = [
+        field.target.id
+        for field, after in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
+    ]
+    assert not bare, f"no docstring is under {bare}"
 
 
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "burst_mcore").rglob("*.py"))}

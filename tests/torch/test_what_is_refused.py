@@ -72,6 +72,14 @@ def test_arguments():
             assert re.search(pattern, error), (pattern, error)
 
 
+@pytest.mark.parametrize("mesh", [None, "cp"])
+def test_no_mesh_is_refused_by_name_before_any_process_group(mesh):
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(RefusedError) as caught:
+        parallelize(model_of(), mesh)
+    assert str(caught.value) == f'refused (mesh): give the dim of a DeviceMesh, mesh["cp"], got {mesh!r}'
+
+
 def _in_training(rank, size):
     mesh = _meshes()
     ids = dataset(1, tokens=40)[0]["input_ids"][None]
