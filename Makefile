@@ -32,7 +32,7 @@ help:
 	@echo 'make soak HOURS=12         four ranks for hours: calls, trainings, ranks that die; SEED=0 STEP=17 makes one step again'
 	@echo 'make tables                write the tables and pictures of the docs again, after a setting or a schedule changed'
 	@echo 'make docs                  build the manual as a site: open site/index.html'
-	@echo 'make bench                 attention, measured beside other methods'
+	@echo 'make bench                 attention, compared with other methods'
 	@echo 'make bench-SUBJECT         masks, loss, recompute, step, planning, or topology, paper (both need root and iproute2)'
 	@echo 'make compiled              compile our Triton kernels for GPUs, and write benchmarks/compiled.json (needs none)'
 	@echo 'make gpu-smoke             two minutes on a GPU: kernels, a ring, messages (needs torch, triton, pytest; no'

@@ -142,10 +142,10 @@ _MACHINES = """
 Two numbers of each machine are fitted to its own rows in the same file. On NVLink they are the shares of
 the peak that kernels reach in both passes. On PCIe they are the share of the link and the crowding of an
 all-to-all. All else is a maker's specification, with three exceptions. The backward share of the A100 has
-no public row: it was set by hand beside the paper's figures. The exponentials of the B200 are twice those
-of its special units, an assumption. The NIC of A100-quad is fitted to one published step of training. The two
-numbers of PCIe are told apart badly: many pairs of them explain the rows about as well. The form of the model
-was developed with all of these rows in view.
+no public row: it was set by hand, to come near the paper's figures. The exponentials of the B200 are twice
+those of its special units, an assumption. The NIC of A100-quad is fitted to one published step of training.
+The two numbers of PCIe are told apart badly: many pairs of them explain the rows about as well. The form of
+the model was developed with all of these rows in view.
 
 | machine | TFLOP/s | SMs | exp/s | memory GB/s | link GB/s | NIC GB/s | fitted |
 |---|---|---|---|---|---|---|---|"""

@@ -65,6 +65,15 @@ def test_the_first_run_of_megatron_has_the_losses_of_one_process(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_scripts_to_save_have_names_of_their_own_where_git_ignores_them():
+    text, ignored = (ROOT / "docs" / "start.md").read_text(), (ROOT / ".gitignore").read_text().split()
+    names = re.findall(r"save these lines as `(.*?)`", text)
+    assert len(names) == len(set(names)) == 2 and all(name.startswith("runs/") for name in names)
+    assert all(f"torchrun --nproc-per-node 2 {name}`" in text for name in names)
+    environment = re.search(r"-m venv (\w+)", text)[1]
+    assert {"/runs/", f"/{environment}/"} <= {*ignored}
+
+
 def test_shell_blocks_are_legal():
     blocks = [
         block

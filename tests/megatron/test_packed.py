@@ -32,7 +32,7 @@ PADDED = {"documents": (13, 1, 33), "slots": (16, 8, 40)}
 WINDOW = (("window_size", (5, 0)), ("window_attn_skip_freq", 2))
 
 
-@pytest.mark.proves("packed documents, padded or not", "CP 1, 2, 4; beside each document alone")
+@pytest.mark.proves("packed documents, padded or not", "CP 1, 2, 4; compared with each document alone")
 @pytest.mark.parametrize("backward", ["query", "kv"])
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("packed", [WHOLE, PADDED], ids=["whole", "padded"])

@@ -150,7 +150,7 @@ def assert_equal_in_sum(ranks, alone):
         assert (gradients[name] - gradient).norm() < 2e-5 * gradient.norm(), name
 
 
-@pytest.mark.proves("recompute policies; beside no recompute", "PP 2 x CP 2, 1F1B and interleaved")
+@pytest.mark.proves("recompute policies, compared with no recompute", "PP 2 x CP 2, 1F1B and interleaved")
 @pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["1F1B", "interleaved"])
 def test_two_steps_and_an_evaluation_between_them(chunks, alone):
     ranks = processes(4, _trained, chunks)

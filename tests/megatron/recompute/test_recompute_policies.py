@@ -58,7 +58,9 @@ def found():
     return dict(zip(cases, steps(*cases.values()), strict=True))
 
 
-@pytest.mark.proves("recompute policies; beside no recompute", "zigzag and striped, full and selective")
+@pytest.mark.proves(
+    "recompute policies, compared with no recompute", "zigzag and striped, full and selective"
+)
 @pytest.mark.parametrize(("layout", "recompute", "policy"), CELLS, ids=str)
 def test_gpt_with_microbatches_in_flight_and_forwards_in_between(found, layout, recompute, policy):
     got, plain = found[layout, recompute, policy], found[layout, None, None]
@@ -99,7 +101,7 @@ def kinds():
     return dict(zip(cases, steps(*cases.values()), strict=True))
 
 
-@pytest.mark.proves("recompute policies; beside no recompute", "other models at CP 2")
+@pytest.mark.proves("recompute policies, compared with no recompute", "other models at CP 2")
 @pytest.mark.parametrize("policy", [KeepAttention(), Segment(0.5)], ids=str)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ON_ALL_VERSIONS else needs_019) for kind in KINDS]
@@ -111,7 +113,9 @@ def test_other_models(kinds, kind, policy):
     assert got[0].recomputed == BATCH * KINDS[kind][1] * pairs(0 if policy == KeepAttention() else N // 2)
 
 
-@pytest.mark.proves("recompute policies; beside no recompute", "TP 2 x CP 2 with SP; CP 4 with shared heads")
+@pytest.mark.proves(
+    "recompute policies, compared with no recompute", "TP 2 x CP 2 with SP; CP 4 with shared heads"
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -135,7 +139,7 @@ def test_on_four_ranks(case):
     assert segment[0].recomputed == heads_apart * 2 * BATCH * pairs(N // 2)
 
 
-@pytest.mark.proves("recompute policies; beside no recompute", "packed documents")
+@pytest.mark.proves("recompute policies, compared with no recompute", "packed documents")
 def test_packed_documents():
     """What is kept is the last documents."""
     documents = 16, 24, 24
