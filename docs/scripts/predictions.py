@@ -51,7 +51,7 @@ Large misses are of four kinds:
 
 * A100-NVLink at 32K tokens is predicted up to 3.3 times too fast, in every split. With 32 heads at 32K
   tokens a rank sends the same bytes, and launches the same kernels, as with 8 heads at 128K. It has a quarter
-  of the pairs. Yet it takes 64 % of the time (10.9 beside 17.2 ms, heads over 8). At 128K tokens the time
+  of the pairs. Yet it takes 64 % of the time (10.9, not 17.2 ms, heads over 8). At 128K tokens the time
   grows with the heads, as of a kernel. So a model that is right at 128K is too fast here. See below.
 * At 512 and 8K tokens a host that launches sets the pace. Equal work was measured up to three times as fast.
 * The L20's host seems to launch twice as fast as the A100's. One number stands for both.

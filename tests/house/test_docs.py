@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import os
 import re
 import runpy
@@ -234,6 +235,60 @@ def test_commands_in_the_docs_run(command, tmp_path, monkeypatch):
         assert done.exit_code == 0, done.output
         shown = re.search(rf"{re.escape(line)}\n```\n[^`]*```text\n(exposed: [^`]*)```", pages)
         assert shown is None or shown[1] in done.output
+
+
+BEGUN = "as far as the work"
+WORK = {
+    "plan": ["burst_plan.step.planned.search", "burst_bench.published.against.compare"],
+    "doctor": ["burst_plan.doctor.checkup.search"],
+    "bench": ["burst_bench.__main__.run"],
+    "calibrate": ["burst_bench.calibrate.measure"],
+    "patch": ["burst_plan.patch.trees.SourceTree.__init__"],
+}
+"""What takes long in a command, or needs a tree of Megatron: a test goes that far."""
+
+
+def _shown(command):
+    """The words of each line of the pages that gives this command."""
+    pages = [*PAGES, ROOT / "patches" / "README.md", ROOT / "benchmarks" / "README.md"]
+    text = re.sub(r" \\\n +", " ", "\n".join(page.read_text() for page in pages))
+    for line in re.findall(rf"^burst-mcore ({command} .*)$", text, re.MULTILINE):
+        if "[--" not in line:
+            yield shlex.split(line.partition(" > ")[0], comments=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"), [("plan", 12), ("doctor", 4), ("bench", 8), ("calibrate", 2), ("patch", 5)]
+)
+def test_commands_in_the_docs_are_legal(command, lines, tmp_path, monkeypatch, capfd):
+    from typer.testing import CliRunner
+
+    from burst_mcore.machines import MACHINES
+    from burst_plan.cli import app
+
+    def work(*_, **__):
+        raise ValueError(BEGUN)
+
+    for name in WORK[command]:
+        monkeypatch.setattr(name, work)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    (folder := tmp_path / "path" / "to" / "model").mkdir(parents=True)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 96, **sizes}))
+    guide = (ROOT / "docs" / "guides" / "million.md").read_text()
+    config = json.loads(re.search(r"```json\n(.*?)```", guide, re.DOTALL)[1])
+    (tmp_path / "ds.json").write_text(
+        json.dumps(config | {"sequence_parallel_size": 16})
+    )  # of 16 and 32 ranks
+    MACHINES["H100"].rates.save(tmp_path / "rates.json")
+    megatron = next(word for words in _shown("plan") for word in words if word.startswith("--num-layers"))
+    shown = [[megatron if "$MEG" in word else word for word in words] for words in _shown(command)]
+    assert len(shown) >= lines
+    for words in shown:
+        done = CliRunner().invoke(app, words)
+        told = f"{done.output} {capfd.readouterr().err} {done.exception!r}"
+        assert BEGUN in told or done.exit_code == 0, f"{words}: {told}"
 
 
 def test_every_flag_is_in_the_docs():
