@@ -17,6 +17,11 @@ from burst_mcore.rollouts import fold
 from burst_mcore.torch import RefusedError, parallelize
 
 TEMPERATURE, RATE = 0.7, 0.1
+TEMPERED = {
+    "kind": "Llama4Text", "attention_chunk_size": None, "floor_scale": 4, "attn_scale": 0.5,
+    "no_rope_layer_interval": 2, "interleave_moe_layer_step": 5, "intermediate_size_mlp": 40,
+}  # fmt: skip
+"""A layer without rotary positions, which scales queries by their places."""
 
 
 def group(prompt=90, answer=10, count=8):
@@ -98,6 +103,7 @@ def policy_folded(rank, size, layout, kind, rows, labelled):
     [
         ("zigzag", {}),
         ("striped", {"kind": "Gemma2", "sliding_window": 16}),
+        ("striped", TEMPERED),
         pytest.param("contiguous", {"kind": "Qwen3"}, marks=pytest.mark.slow),
         pytest.param("zigzag", {"kind": "GptOss", "sliding_window": 7}, marks=pytest.mark.slow),
     ],

@@ -31,7 +31,7 @@ from burst_mcore.mask.mask import Union
 from burst_mcore.mask.terms import Ranges, Window
 from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.rollouts.columns import Columns
-from burst_mcore.rollouts.trees import tree_mask
+from burst_mcore.rollouts.trees import depths, tree_mask
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.llama4 import tempered
 
@@ -75,9 +75,11 @@ class Sequence:
         return tuple(seen if len(set(seen)) > 1 else seen[:1])
 
     def places(self) -> Tensor:
-        """Return the place of each token of this rank in its document, [rows or 1, tokens]."""
+        """Return the place of each token of this rank in its document or rollout, [rows or 1, tokens]."""
         own = {"rank": self.topology.rank, "size": self.topology.size, "layout": self.config.layout}
         at = positions(self.tokens, **own)  # type: ignore[arg-type]
+        if self.columns.tree is not None:
+            return depths(self.columns.tree)[at][None]
         rows = [torch.tensor(ends) for ends in self.ends or ((0, self.tokens),)]
         return torch.stack([at - ends[torch.searchsorted(ends, at, right=True) - 1] for ends in rows])
 
