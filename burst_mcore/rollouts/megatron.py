@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -17,20 +17,26 @@ ROTARY = ("RotaryEmbedding", "YarnRotaryEmbedding")
 
 
 @contextmanager
-def in_tree(model: nn.Module, packed_seq_params: Any, tree: Tensor) -> Iterator[None]:
+def in_tree(
+    model: nn.Module | Sequence[nn.Module], packed_seq_params: Any, tree: Sequence[int] | Tensor
+) -> Iterator[None]:
     """Let a model's forwards with these packed_seq_params see a tree. Backward may come later.
 
-    packed_seq_params are of the whole row as one document, padding included; the tree is padded, too.
+    packed_seq_params are of the whole row as one document, padding included; the tree is padded, too. A model
+    may be a list of its chunks.
 
     Raises:
-        ValueError: a module that does not know the branches of a tree; cu_seqlens that are not the row's.
+        ValueError: a tree that is not legal; a module that does not know the branches of a tree; cu_seqlens
+            that are not the row's.
     """
-    for name, module in model.named_modules():
+    places, ends = depths(tree), getattr(packed_seq_params, "cu_seqlens_q", None)
+    row = None if ends is None else ends.tolist()
+    modules = dict((model if isinstance(model, nn.Module) else nn.ModuleList(model)).named_modules())
+    for name, module in modules.items():
         if not _knows_branches(name, module):
             raise ValueError(f"{name} ({type(module).__name__}) does not know the branches of a tree")
-    places, ends = depths(tree), packed_seq_params.cu_seqlens_q.tolist()
-    if ends != [0, len(places)]:
-        raise ValueError(f"cu_seqlens_q must be of the whole row, [0, {len(places)}], got {ends}")
+    if row != [0, len(places)]:
+        raise ValueError(f"cu_seqlens_q must be of the whole row, [0, {len(places)}], got {row}")
 
     def of_depths(_: nn.Module, __: Any, table: Any) -> Any:
         if isinstance(table, tuple):  # with a factor, as YaRN has one
@@ -39,8 +45,8 @@ def in_tree(model: nn.Module, packed_seq_params: Any, tree: Tensor) -> Iterator[
 
     setattr(packed_seq_params, TREE, cache(partial(tree_mask, tree)))  # of a window, for all layers
     with ExitStack() as stack:
-        for module in model.modules():
-            if type(module).__name__ in ROTARY:
+        for module in modules.values():
+            if _rotary(module) in ROTARY:
                 stack.callback(module.register_forward_hook(of_depths).remove)
         yield
 
@@ -53,8 +59,22 @@ def mask_of_call(packed_seq_params: Any, mask: Mask, window: Mask) -> Mask:
 
 def _knows_branches(name: str, module: nn.Module) -> bool:
     """Return whether a module works token by token, or takes the tree; latent attention rotates by itself."""
-    config, kind = getattr(module, "config", None), type(module).__name__
-    if name.endswith("core_attention"):
+    config, kind, slot = getattr(module, "config", None), type(module).__name__, name.rpartition(".")[2]
+    if slot == "core_attention":
         return kind == "BurstCoreAttention" and "causal" in str(module.attn_mask_type)
-    along_the_row = any(getattr(config, x, None) for x in ("mtp_num_layers", "multi_latent_attention"))
-    return not (along_the_row or isinstance(module, nn.Conv1d) or kind.startswith("Multimodal"))
+    if slot == "self_attention" and kind != "IdentityOp" and not hasattr(module, "core_attention"):
+        return False  # a recurrence
+    if slot == "mixer" or isinstance(module, nn.Conv1d) or _rotary(module) not in (None, *ROTARY):
+        return False
+    return not any(getattr(config, x, None) for x in ("mtp_num_layers", "multi_latent_attention"))
+
+
+def _rotary(module: nn.Module) -> str | None:
+    """Return the class that makes a rotary module's table, by its name; None for other modules.
+
+    Another class than Megatron's may make several tables, or look at positions itself.
+    """
+    kinds = type(module).__mro__
+    if not any("Rotary" in kind.__name__ for kind in kinds):
+        return None
+    return next(kind.__name__ for kind in kinds if "forward" in vars(kind))

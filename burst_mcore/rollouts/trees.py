@@ -5,7 +5,9 @@ A tree is a tensor of one dim, which nothing deals as tokens: parents of all nod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor, tensor
@@ -13,7 +15,8 @@ from torch import Tensor, tensor
 from burst_mcore.digest import digest
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import tightened
-from burst_mcore.mask.terms import Ranges, Term, Window
+from burst_mcore.mask.tables import integers, is_int
+from burst_mcore.mask.terms import Ranges, Term, Tree, Window
 
 
 @dataclass(frozen=True)
@@ -24,65 +27,85 @@ class _InWindow(Ranges):
         return self.slices  # no pair is in two of them
 
 
-def tree_mask(tree: Tensor, window: Mask | None = None) -> Mask:
+def tree_mask(tree: Sequence[int] | Tensor, window: Mask | None = None) -> Mask:
     """Return the mask of a layer over a row with a tree.
 
     Args:
         tree: parents and lengths of the nodes.
-        window: the layer's, if it has one. It counts tokens along a rollout, not along the row.
+        window: the layer's, if it has one. It counts tokens along a rollout; `Mask.tree(...) & window`
+            counts them along the row.
 
     Raises:
         ValueError: a tree that is not legal (see `Mask.tree`); another mask than a window.
     """
     mask = Mask.tree(*nodes_of(tree))
-    terms = () if window is None else window.terms
+    terms = () if window is None else getattr(window, "terms", (window,))
     lefts = [term.left for term in terms if isinstance(term, Window)]
     if len(lefts) < len(terms):
-        raise ValueError(f"beside a tree the mask of a layer is causal or a window, got {window}")
-    if not lefts or lefts[0] is None or lefts[0] > int(depths(tree).max()):
-        return mask
-    slices = torch.tensor(_slices(tree, lefts[0]))
-    return Mask((_InWindow(digest(slices), tightened(slices), slices[:, :4], (Window(lefts[0], 0),)),))
+        came = f"{type(window).__name__} {window}"
+        raise ValueError(f"beside a tree the mask of a layer is causal or a window, got {came}")
+    return mask if not lefts or lefts[0] is None else _in_window(mask, lefts[0])
 
 
-def depths(tree: Tensor) -> Tensor:
-    """Return the place of each token of the row in its rollout, [tokens]: its rotary position."""
-    _, lengths, begins, first = _nodes(tree)
-    before = torch.tensor(first) - torch.tensor(begins[:-1])
-    return torch.arange(begins[-1]) + before.repeat_interleave(torch.tensor(lengths))
+def depths(tree: Sequence[int] | Tensor) -> Tensor:
+    """Return the place of each token of the row in its rollout, [tokens]: its rotary position. Cached.
+
+    Raises:
+        ValueError: a tree that is not legal.
+    """
+    return _depths(Mask.tree(*nodes_of(tree)))
 
 
 def padded(tree: Tensor, more: int) -> Tensor:
     """Return the tree with `more` tokens of padding behind it, which see themselves alone."""
+    if not is_int(more) or more < 0:
+        raise ValueError(f"padding of a tree is a number of tokens >= 0, got {more!r}")
     parents, lengths = nodes_of(tree)
     return torch.cat([parents, tensor([-1]), lengths, tensor([more])]) if more else tree
 
 
-def nodes_of(tree: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (parents, lengths) of the nodes. Raises ValueError for another shape."""
-    if tree.dim() != 1 or len(tree) % 2:
-        raise ValueError(f"a tree has one dim, parents and then lengths, got {tuple(tree.shape)}")
-    return tuple(tree.cpu().view(2, -1))
+def nodes_of(tree: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+    """Return (parents, lengths) of the nodes. Raises ValueError for another shape, or no integers."""
+    table = integers("a tree", tree)
+    if table.dim() != 1 or len(table) % 2:
+        raise ValueError(f"a tree has one dim, parents and then lengths, got {tuple(table.shape)}")
+    return tuple(table.view(2, -1))
 
 
-def _nodes(tree: Tensor) -> tuple[list[int], ...]:
+# Each is made once a batch: layers, forwards, recomputes and the loader's plan ask for equal trees.
+@lru_cache(maxsize=8)
+def _depths(mask: Mask) -> Tensor:
+    _, lengths, begins, first = _nodes(mask)
+    before = tensor(first) - tensor(begins[:-1])
+    return torch.arange(begins[-1]) + before.repeat_interleave(tensor(lengths))
+
+
+@lru_cache(maxsize=16)
+def _in_window(mask: Mask, left: int) -> Mask:
+    if bool((_depths(mask) <= left).all()):
+        return mask
+    slices = tensor(_slices(mask, left))
+    return Mask((_InWindow(digest(slices), tightened(slices), slices[:, :4], (Window(left, 0),)),))
+
+
+def _nodes(mask: Mask) -> tuple[list[int], ...]:
     """Return, of each node, its parent, its length, its first place in the row, and its first depth."""
-    parents, lengths = (x.tolist() for x in nodes_of(tree))
-    begins, first = [0], list[int]()
-    for parent, length in zip(parents, lengths, strict=True):
+    (tree,) = mask.terms
+    assert isinstance(tree, Tree)
+    parents, lengths, first = tree.parents.tolist(), tree.ends.diff().tolist(), list[int]()
+    for parent in parents:
         first.append(0 if parent < 0 else first[parent] + lengths[parent])
-        begins.append(begins[-1] + length)
-    return parents, lengths, begins, first
+    return parents, lengths, tree.ends.tolist(), first
 
 
-def _slices(tree: Tensor, left: int) -> list[list[int]]:
+def _slices(mask: Mask, left: int) -> list[list[int]]:
     """Return bands [q0, q1, k0, k1, low, high]: of each node and each run of its ancestors in reach.
 
     A query at place i of the row sees a key of an ancestor at place j iff depth(i) - depth(j) <= left. With
     offset = place - depth, the same for all tokens of a node, that is j - i >= offset(j) - offset(i) - left.
     """
     rows: list[list[int]] = []
-    parents, lengths, begins, first = _nodes(tree)
+    parents, lengths, begins, first = _nodes(mask)
     for node in range(len(parents)):
         runs: list[list[int]] = []
         above, own = node, begins[node] - first[node]

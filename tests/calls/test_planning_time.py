@@ -4,7 +4,7 @@ import random
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, validate
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.rollouts import tree_mask
+from burst_mcore.rollouts import tree_mask, trees
 
 RANKS, TOKENS = 64, 2**20
 
@@ -95,6 +95,27 @@ def test_ten_thousand_nodes_of_trees_are_planned_within_two_seconds(layout, wind
     call, _ = _planned(mask, dealt)()
     _tiles(call)
     assert time.process_time() - start < 2
+
+
+def test_the_masks_and_depths_of_a_tree_are_made_once_a_batch(monkeypatch):
+    made = Counter()
+    for name in ("_slices", "_nodes"):
+
+        def counting(*arguments, name=name, function=getattr(trees, name)):
+            made[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(trees, name, counting)
+    tree, windows = _groups(10_000, seed=3), (Mask.window(1023, 0), Mask.window(255, 0))
+    for window in windows:
+        tree_mask(tree, window), trees.depths(tree)
+    assert made == {"_slices": 2, "_nodes": 3}  # of two windows; of these and of depths
+    start = time.thread_time()
+    for _ in range(5):  # layers and forwards get copies, as of a loader or from a device
+        for window in windows:
+            tree_mask(tree.clone(), window), trees.depths(tree.clone())
+    assert made == {"_slices": 2, "_nodes": 3}
+    assert time.thread_time() - start < 20 * 0.005  # made anew each takes 20 ms or more
 
 
 @pytest.mark.parametrize("layout", ["zigzag", pytest.param("striped", marks=pytest.mark.slow), "for_mask"])

@@ -141,6 +141,13 @@ def test_a_window_counts_tokens_along_a_rollout(draw, n, left):
     assert torch.equal(from_bands(mask, n), seen.int())
 
 
+def test_trees_that_are_legal_lists_or_without_tokens():
+    assert tree_mask([-1, 0, 3, 3], Mask.window(4, 0)) == tree_mask(TWO, Mask.window(4, 0))
+    assert depths([-1, 0, 0, 3, 2, 1]).tolist() == [0, 1, 2, 3, 4, 3]
+    assert padded([-1, 3], 2).tolist() == [-1, -1, 3, 2]
+    assert len(depths([-1, 0])) == 0 and tree_mask([-1, 0], Mask.window(4, 0)) == Mask.tree([-1], [0])
+
+
 @pytest.mark.parametrize("weights", [None, [1.0, 0.5, 2.0, 0.25], [[0.5] * 5, 2.0, [0.0, 1.0, 4.0], 1.0]])
 def test_the_loss_is_the_weighted_mean_over_the_labels_of_all_rollouts(weights):
     rollouts = [[1, 2, 3, 4, 1], [1, 2, 3, 0], [1, 2, 3], [1, 2, 4, 4, 4]]
@@ -223,9 +230,14 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
         (lambda: fold([[], []], parents=[-1, 0]), r"rollouts \[0\] have no tokens"),
         (lambda: tree_mask(torch.tensor([-1, 0, 3])), r"parents and then lengths, got \(3,\)"),
         (lambda: tree_mask(torch.tensor([-1, 1, 3, 3])), "parent of node 1"),
-        (lambda: tree_mask(TWO, Mask.chunked(4)), r"causal or a window, got chunked\(4\)"),
-        (lambda: tree_mask(TWO, Mask.causal() | Mask.images([(0, 2)])), "causal or a window, got .causal"),
-        (lambda: tree_mask(TWO, Mask.window(3, 0) & Mask.documents([0, 2, 6])), "got window.* & documents"),
+        (lambda: tree_mask([-1, 2.0]), "a tree must be integers, got torch.float32"),
+        (lambda: tree_mask(None), "a tree must be integers .*NoneType"),
+        (lambda: depths(torch.tensor([1, 0, 3, 3])), "parent of node 0"),
+        (lambda: padded(TWO, -1), "padding of a tree is a number of tokens >= 0, got -1"),
+        (lambda: tree_mask(TWO, "causal"), "causal or a window, got str causal"),
+        (lambda: tree_mask(TWO, Mask.chunked(4)), r"causal or a window, got Mask chunked\(4\)"),
+        (lambda: tree_mask(TWO, Mask.causal() | Mask.images([(0, 2)])), "causal or a window, got Mask .causal"),
+        (lambda: tree_mask(TWO, Mask.window(3, 0) & Mask.documents([0, 2, 6])), "got Mask window.* & documents"),
     ],
 )
 def test_bad_rollouts_are_refused_in_one_line(call, words):

@@ -6,13 +6,14 @@ import torch.distributed as dist
 from models import MLA, VOCAB, Case, build, needs_019
 from ranks import processes
 from test_packed import WINDOW
+from torch import nn
 
 from burst_mcore import shard
 from burst_mcore.megatron import cpu
 from burst_mcore.rollouts import fold
 from burst_mcore.rollouts.columns import TREE
 from burst_mcore.rollouts.megatron import in_tree
-from burst_mcore.rollouts.trees import padded
+from burst_mcore.rollouts.trees import depths, padded
 
 
 def rollouts():
@@ -95,13 +96,25 @@ def test_rollouts_as_a_tree(size, case):
     ((want, gradients),) = processes(1, trained, Case(attention="default", **case))
     for loss, found in processes(size, trained, Case(**case)):
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=2e-6), name
+        torch.testing.assert_close(found, gradients, rtol=2e-5, atol=2e-6)
 
 
 def refused(rank, size):
     cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+        MultimodalRotaryEmbedding,
+        RotaryEmbedding,
+    )
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    class TwoTables(RotaryEmbedding):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options), None
+
+    class Halved(RotaryEmbedding):
+        def get_emb(self, *args, **options):
+            return super().get_emb(*args, **options) / 2
 
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -113,14 +126,33 @@ def refused(rank, size):
         "several documents": (Case(), n - 1),
         "served": (Case(), n),
     }
-    found = {}
-    for name, (case, tokens) in cases.items():
-        try:
-            with in_tree(build(case), params_of(tokens), tree):
-                found[name] = "served"
-        except ValueError as error:
-            found[name] = str(error)
+    found = {name: entered(build(case), params_of(tokens), tree) for name, (case, tokens) in cases.items()}
+    model = build(Case())
+    for name, params in {"no packed sequence": None, "no cu_seqlens": PackedSeqParams("thd")}.items():
+        found[name] = entered(model, params, tree)
+    for name, other in {"a child first": [1, -1, 3, 3], "no pairs": [-1, 2, 3], "numbers": [-1.0, n]}.items():
+        found[name] = entered(model, params_of(n), torch.tensor(other))
+    recurrence, mixer = nn.Module(), nn.Module()
+    recurrence.self_attention, mixer.mixer = nn.Linear(2, 2), nn.Linear(2, 2)
+    others = {"recurrence": recurrence, "mixer": mixer, "convolution": nn.Conv1d(1, 1, 1)}
+    for name, other in {**others, "mrope": MultimodalRotaryEmbedding(8, 1.0)}.items():
+        found[name] = entered([model, other], params_of(n), tree)
+    found["chunks"] = entered([model, build(Case())], params_of(n), tree)
+    how = {"kv_channels": 16, "rotary_percent": 1.0, "use_cpu_initialization": True}
+    found["several tables"] = entered(TwoTables(**how), params_of(n), tree)
+    halved = Halved(**how)
+    with in_tree(halved, params_of(n), tree):
+        table = halved(n, packed_seq=True)
+    torch.testing.assert_close(table, halved(n)[depths(tree)], rtol=0, atol=0)
     return found
+
+
+def entered(model, params, tree):
+    try:
+        with in_tree(model, params, tree):
+            return "served"
+    except ValueError as error:
+        return str(error)
 
 
 @needs_019
@@ -130,4 +162,17 @@ def test_models_that_do_not_know_branches_are_refused_in_one_line():
     assert found["other attention"] == f"{core} (DotProductAttention) does not know the branches of a tree"
     assert "does not know the branches of a tree" in found["latent"] and "\n" not in found["latent"]
     assert found["several documents"] == "cu_seqlens_q must be of the whole row, [0, 59], got [0, 58]"
-    assert found["served"] == "served"
+    assert found["served"] == found["chunks"] == "served"
+    for name in ("no packed sequence", "no cu_seqlens"):
+        assert found[name] == "cu_seqlens_q must be of the whole row, [0, 59], got None"
+    assert found["a child first"].startswith("the parent of node 0 must be")
+    assert found["no pairs"] == "a tree has one dim, parents and then lengths, got (3,)"
+    assert found["numbers"] == "a tree must be integers, got torch.float32"
+    for name, module in {
+        "recurrence": "1.self_attention (Linear)",
+        "mixer": "1.mixer (Linear)",
+        "convolution": "1 (Conv1d)",
+        "mrope": "1 (MultimodalRotaryEmbedding)",
+        "several tables": " (TwoTables)",
+    }.items():
+        assert found[name] == f"{module} does not know the branches of a tree"
