@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,7 +19,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.digest import digest
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened, united
-from burst_mcore.mask.tables import documents_of, images_of, integers, is_int, pairs_of, tree_of
+from burst_mcore.mask.tables import (
+    documents_of,
+    images_of,
+    integers,
+    is_int,
+    pairs_of,
+    short,
+    tensor_of,
+    tree_of,
+)
 from burst_mcore.mask.terms import Blocks, Chunks, Documents, Images, Ranges, Stride, Term, Tree, Window
 from burst_mcore.registry import Registered, register
 
@@ -139,10 +148,7 @@ class Mask(Registered):
         """
         if not is_int(block_size) or block_size < 1:
             raise ValueError(f"block_size must be a number >= 1, got {block_size!r}")
-        try:
-            table = torch.as_tensor(matrix).detach().cpu()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"a block matrix must be a rectangle of booleans ({error})") from None
+        table = tensor_of("a block matrix must be a rectangle of booleans", matrix)
         if table.dim() != 2 or table.shape[0] != table.shape[1] or 0 in table.shape:
             raise ValueError(f"a block matrix must be square, [blocks, blocks], got {list(table.shape)}")
         if table.dtype != torch.bool and not bool(((table == 0) | (table == 1)).all()):
@@ -216,19 +222,17 @@ class Mask(Registered):
             ValueError: lengths that are negative or longer than their documents, or not one a document.
         """
         packed = cls() if cu_seqlens is None else cls.documents(cu_seqlens)
-        ends = [0, UNBOUNDED] if packed.document_ends is None else packed.document_ends.tolist()
-        tokens = integers("lengths", [lengths] if is_int(lengths) else lengths).tolist()
-        if len(tokens) != len(ends) - 1:
+        ends = integers("cu_seqlens", [0, UNBOUNDED] if cu_seqlens is None else cu_seqlens)
+        tokens, documents = torch.atleast_1d(integers("lengths", lengths)), ends.diff()
+        if tokens.shape != documents.shape:
             raise ValueError(
-                f"a prefix for each of {len(ends) - 1} documents is needed, got {len(tokens)} lengths"
+                f"a prefix for each of {len(documents)} documents is needed, got lengths {short(tokens)}"
             )
-        for length, (first, last) in zip(tokens, pairwise(ends), strict=True):
-            if not 0 <= length <= last - first:
-                raise ValueError(
-                    f"a prefix has 0 tokens up to those of its document, {last - first}, got {length}"
-                )
-        prefixes = [[start, start + length] for start, length in zip(ends, tokens, strict=False)]
-        return packed & (cls.causal() | cls.images(prefixes))
+        for at in ((tokens < 0) | (tokens > documents)).nonzero().flatten().tolist()[:1]:
+            most, length = int(documents[at]), int(tokens[at])
+            raise ValueError(f"a prefix has 0 tokens up to those of its document, {most}, got {length}")
+        prefixes = torch.stack([ends[:-1], ends[:-1] + tokens], 1)
+        return packed & (cls.causal() | cls((images_of(prefixes, "prefix"),)))
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Mask:

@@ -6,6 +6,7 @@ import numbers
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +37,15 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
     return Documents(digest(ends), ends)
 
 
-def images_of(blocks: Sequence[Sequence[int]] | Tensor) -> Images:
-    """Return the term of image blocks [start, stop), in any order. Raises ValueError for bad ones."""
+def images_of(blocks: Sequence[Sequence[int]] | Tensor, kind: str = "image block") -> Images:
+    """Return the term of blocks [start, stop), in any order. Raises ValueError for bad ones."""
     pairs = sorted(pair for pair in pairs_of("blocks", blocks) if pair[0] < pair[1])
     for one, following in pairwise(pairs):
         if following[0] < one[1]:
             raise ValueError(f"image blocks must not overlap, got {one} and {following}")
     ranges = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).repeat(1, 2)
     open_ = torch.full_like(ranges[:, :1], UNBOUNDED)
-    return Images(digest(ranges), torch.cat([ranges, -open_, open_], 1), ranges)
+    return Images(digest(ranges), torch.cat([ranges, -open_, open_], 1), ranges, kind)
 
 
 def tree_of(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Tree:
@@ -81,15 +82,20 @@ def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[i
 
 def integers(name: str, values: object) -> Tensor:
     """Return an int64 copy on the CPU. Raises ValueError, which names the argument, for other numbers."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            table = torch.as_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be integers ({error})") from None
+    table = tensor_of(f"{name} must be integers", values)
     if table.numel() and table.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"{name} must be integers, got {table.dtype}")
     return table.to(torch.int64).clone()
+
+
+def tensor_of(legal: str, values: object, **options: Any) -> Tensor:
+    """Return a tensor on the CPU. Raises ValueError, which says what is legal, for what is no rectangle."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.as_tensor(values, **options).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{legal} ({error})") from None
 
 
 def short(x: Tensor) -> str:

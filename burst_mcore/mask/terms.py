@@ -192,11 +192,19 @@ class Chunks(Term):
         return q[:, None] // self.size == k[None, :] // self.size
 
 
+@dataclass(frozen=True)
 class Images(Ranges):
     """Blocks of tokens, each of which sees itself; nobody else sees anything."""
 
+    kind: str = field(compare=False)
+    """The user's word for a block, in errors."""
+
     def __str__(self) -> str:
         return f"images({len(self.ranges)}, #{self.digest})"
+
+    def check(self, n: int) -> None:
+        for first, last in self.ranges[self.ranges[:, 1] > n, :2].tolist()[:1]:
+            raise ValueError(f"{self.kind} [{first}, {last}) goes beyond the sequence of {n} tokens")
 
     def check_within(self, ends: Tensor) -> None:
         """Raise ValueError if a block lies in more than one of the documents that `ends` tells."""
@@ -204,9 +212,9 @@ class Images(Ranges):
             torch.searchsorted(ends, self.ranges[:, i].contiguous() - i, right=True) for i in (0, 1)
         )
         for at in (first != last).nonzero().flatten().tolist()[:1]:
+            start, stop, end = *self.ranges[at, :2].tolist(), int(ends[first[at]])
             raise ValueError(
-                f"image block {self.ranges[at, :2].tolist()} goes over the end of a document, at "
-                f"{int(ends[first[at]])}: an image lies in one document"
+                f"{self.kind} [{start}, {stop}) goes over the end of a document, at {end}: each lies in one"
             )
 
 

@@ -109,7 +109,7 @@ def test_random_documents_and_blocks_are_so_many_and_the_same_every_time():
         ("causal | images:8", "it takes 2 numbers, got 1"),
         ("images:8,9", "9 images have 72 tokens in all, but the sequence has 64"),
         ("tree:60,5", "64 tokens cannot be a prompt of 60 and 5 answers"),
-        ("prefix:65", "queries [0, 65) x keys [0, 65), goes beyond the sequence of 64 tokens"),
+        ("prefix:65", "prefix [0, 65) goes beyond the sequence of 64 tokens"),
         ("causal | dilated:8,2", "dilated mask cannot be part of a union"),
     ],
 )
