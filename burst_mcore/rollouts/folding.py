@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.mask import Mask
+from burst_mcore.mask.tables import integers, short, tensor_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS
 
 Numbers = Sequence[float] | Tensor
@@ -41,7 +42,12 @@ class Folded:
 
         labels_only: entry t of a rollout is about its token t + 1, such as a log-probability, and 0 where
         that is no label of the rollout. Else entry t is about token t, and 0 behind the rollout.
+        Raises ValueError for several rows, and for a rank's part of the row.
         """
+        if x.dim() < 2 or len(x) != 1 or x.shape[1] < self.tokens:
+            raise ValueError(
+                f"numbers of the whole row are [1, {self.tokens} or more, ...], got {[*x.shape]}"
+            )
         kept = (self.labelled if labels_only else self.places >= 0).to(x.device)
         of_places = x[0, self.places.clamp(min=0).to(x.device)]
         return torch.where(kept.view(*kept.shape, *[1] * (of_places.dim() - 2)), of_places, 0)
@@ -69,11 +75,12 @@ def fold(
             says; labelled and weights are of nodes.
 
     Raises:
-        ValueError: no rollouts, or no tokens; numbers that do not fit; a child before its parent.
+        ValueError: no rollouts, or no tokens; numbers that do not fit or are not finite; a child before its
+            parent.
     """
     rows = [_tokens(i, rollout) for i, rollout in enumerate(rollouts)]
-    counted = [_numbers("labelled", i, row, labelled).bool() for i, row in enumerate(rows)]
-    factors = [_numbers("weights", i, row, weights) for i, row in enumerate(rows)]
+    counted = [numbers.bool() for numbers in _numbers("labelled", rows, labelled)]
+    factors = _numbers("weights", rows, weights)
     keys = rows
     if parents is not None:
         keys = list(torch.arange(sum(map(len, rows))).split([*map(len, rows)]))
@@ -138,16 +145,25 @@ def _along_paths(parents: Sequence[int], *of_nodes: list[Tensor]) -> list[list[T
 
 
 def _tokens(i: int, values: Numbers) -> Tensor:
-    ids = torch.as_tensor(values).detach().cpu()
-    if ids.dim() != 1 or (len(ids) and (ids.is_floating_point() or ids.dtype == torch.bool)):
-        raise ValueError(f"rollout {i} must be token ids in one dim, got {ids.dtype} {tuple(ids.shape)}")
-    return ids.long()
+    ids = integers(f"token ids of rollout {i}", values)
+    if ids.dim() != 1:
+        raise ValueError(f"rollout {i} must be token ids in one dim, got {tuple(ids.shape)}")
+    return ids
 
 
-def _numbers(name: str, i: int, row: Tensor, every: Sequence[Any] | None) -> Tensor:
-    """Return the numbers of a rollout's tokens, float32: one for each; by default 1."""
-    values: Any = 1.0 if every is None else every[i] if i < len(every) else []
-    numbers = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    if numbers.shape not in ((), row.shape):
-        raise ValueError(f"{name} of rollout {i}: for {len(row)} tokens came {tuple(numbers.shape)} numbers")
-    return numbers.expand(row.shape)
+def _numbers(name: str, rows: list[Tensor], every: Sequence[Any] | Tensor | None) -> list[Tensor]:
+    """Return the numbers of each rollout's tokens, float32: one for each; by default 1."""
+    try:
+        entries = [1.0] * len(rows) if every is None else [*every]
+    except TypeError:
+        raise ValueError(f"{name} must be a list, with an entry for each rollout, got {every}") from None
+    if len(entries) != len(rows):
+        raise ValueError(f"{name} must have an entry for each of {len(rows)} rollouts, got {len(entries)}")
+    found = []
+    for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
+        numbers = tensor_of(f"{name} of rollout {i} must be numbers", entry, dtype=torch.float32)
+        if numbers.shape not in ((), row.shape) or not bool(numbers.isfinite().all()):
+            legal = f"a finite number, or one for each of {len(row)} tokens"
+            raise ValueError(f"{name} of rollout {i} must be {legal}, got {short(numbers)}")
+        found.append(numbers.expand(row.shape))
+    return found

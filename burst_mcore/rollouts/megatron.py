@@ -26,8 +26,7 @@ def in_tree(
     may be a list of its chunks.
 
     Raises:
-        ValueError: a tree that is not legal; a module that does not know the branches of a tree; cu_seqlens
-            that are not the row's.
+        ValueError: a module that does not know the branches of a tree; cu_seqlens that are not the row's.
     """
     places, ends = depths(tree), getattr(packed_seq_params, "cu_seqlens_q", None)
     row = None if ends is None else ends.tolist()

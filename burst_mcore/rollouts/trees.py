@@ -48,11 +48,7 @@ def tree_mask(tree: Sequence[int] | Tensor, window: Mask | None = None) -> Mask:
 
 
 def depths(tree: Sequence[int] | Tensor) -> Tensor:
-    """Return the place of each token of the row in its rollout, [tokens]: its rotary position. Cached.
-
-    Raises:
-        ValueError: a tree that is not legal.
-    """
+    """Return the place of each token of the row in its rollout, [tokens]: its rotary position. Cached."""
     return _depths(Mask.tree(*nodes_of(tree)))
 
 

@@ -99,13 +99,16 @@ def test_ten_thousand_nodes_of_trees_are_planned_within_two_seconds(layout, wind
 
 def test_the_masks_and_depths_of_a_tree_are_made_once_a_batch(monkeypatch):
     made = Counter()
-    for name in ("_slices", "_nodes"):
 
-        def counting(*arguments, name=name, function=getattr(trees, name)):
+    def counting(name, function):
+        def counted(*arguments):
             made[name] += 1
             return function(*arguments)
 
-        monkeypatch.setattr(trees, name, counting)
+        return counted
+
+    for name in ("_slices", "_nodes"):
+        monkeypatch.setattr(trees, name, counting(name, getattr(trees, name)))
     tree, windows = _groups(10_000, seed=3), (Mask.window(1023, 0), Mask.window(255, 0))
     for window in windows:
         tree_mask(tree, window), trees.depths(tree)

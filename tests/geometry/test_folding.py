@@ -220,9 +220,32 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
     [
         (lambda: fold([]), "there are no rollouts"),
         (lambda: fold([[1], []]), r"rollouts \[1\] have no tokens"),
-        (lambda: fold([[1.5]]), "rollout 0 must be token ids"),
-        (lambda: fold([[1, 2]], [[1]]), r"labelled of rollout 0: for 2 tokens came \(1,\)"),
-        (lambda: fold([[1, 2], [1]], [[1, 1]]), r"labelled of rollout 1: for 1 tokens came \(0,\)"),
+        (lambda: fold([[1.5]]), "token ids of rollout 0 must be integers, got torch.float32"),
+        (lambda: fold([[1], [True]]), "token ids of rollout 1 must be integers, got torch.bool"),
+        (lambda: fold([[1, None]]), "token ids of rollout 0 must be integers .*NoneType"),
+        (lambda: fold([[[1]]]), r"rollout 0 must be token ids in one dim, got \(1, 1\)"),
+        (
+            lambda: fold([[1, 2]], [[1]]),
+            r"labelled of rollout 0 must .* one for each of 2 tokens, got \[1.0\]",
+        ),
+        (lambda: fold([[1, 2], [1]], [[1, 1]]), "labelled must have an entry for each of 2 rollouts, got 1"),
+        (lambda: fold([[1, 2], [1]], [[1, 1], [1], [1]]), "labelled must have an entry .* 2 rollouts, got 3"),
+        (lambda: fold([[1], [2]], weights=[1, 2, 3]), "weights must have an entry .* 2 rollouts, got 3"),
+        (lambda: fold([[1], [2]], weights=0.5), "weights must be a list, with an entry .* got 0.5"),
+        (lambda: fold([[1]], weights=torch.tensor(0.5)), "weights must be a list"),
+        (lambda: fold([[1]], [["yes"]]), "labelled of rollout 0 must be numbers"),
+        (lambda: fold([[1, 2]], [[None, 1]]), "labelled of rollout 0 must be numbers .*NoneType"),
+        (
+            lambda: fold([[1, 2]], [[0, float("nan")]]),
+            r"labelled of rollout 0 must be a finite .* got \[0.0, nan",
+        ),
+        (
+            lambda: fold([[1], [2]], weights=[1, float("inf")]),
+            "weights of rollout 1 must be a finite .* got inf",
+        ),
+        (lambda: fold([[1, 2]]).unfold(torch.zeros(2, 2)), r"\[1, 2 or more, ...\], got \[2, 2\]"),
+        (lambda: fold([[1, 2]]).unfold(torch.zeros(1, 1)), r"got \[1, 1\]"),
+        (lambda: fold([[1, 2]]).unfold(torch.zeros(2)), r"got \[2\]"),
         (lambda: fold([[1]], weights=[[1.0, 2.0]]), "weights of rollout 0"),
         (lambda: fold([[1], [2]], parents=[1, -1]), "parent of node 0 must be a node before it.*got 1"),
         (lambda: fold([[1], [2]], parents=[-1, 1]), "parent of node 1 must be a node before it.*got 1"),
@@ -236,8 +259,14 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
         (lambda: padded(TWO, -1), "padding of a tree is a number of tokens >= 0, got -1"),
         (lambda: tree_mask(TWO, "causal"), "causal or a window, got str causal"),
         (lambda: tree_mask(TWO, Mask.chunked(4)), r"causal or a window, got Mask chunked\(4\)"),
-        (lambda: tree_mask(TWO, Mask.causal() | Mask.images([(0, 2)])), "causal or a window, got Mask .causal"),
-        (lambda: tree_mask(TWO, Mask.window(3, 0) & Mask.documents([0, 2, 6])), "got Mask window.* & documents"),
+        (
+            lambda: tree_mask(TWO, Mask.causal() | Mask.images([(0, 2)])),
+            "causal or a window, got Mask .causal",
+        ),
+        (
+            lambda: tree_mask(TWO, Mask.window(3, 0) & Mask.documents([0, 2, 6])),
+            "got Mask window.* & documents",
+        ),
     ],
 )
 def test_bad_rollouts_are_refused_in_one_line(call, words):
