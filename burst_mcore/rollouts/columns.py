@@ -34,7 +34,7 @@ class Columns:
     @property
     def number(self) -> int:
         """A number, not negative, by which ranks compare their trees; 0 for none."""
-        return 0 if self.tree is None else int(digest(self.tree.cpu())[1:], 16)
+        return 0 if self.tree is None else int(digest(torch.stack(nodes_of(self.tree)))[1:], 16)
 
     def loss(self, logits: Any, *_: Any, **options: Any) -> Tensor:
         """Return the weighted losses of labels over num_items_in_batch; arguments as in transformers."""
@@ -47,6 +47,10 @@ class Columns:
         """Return why a forward does not know the branches of the tree. beside: (name, is there) of others."""
         if self.tree is None:
             return None
+        try:
+            Mask.tree(*nodes_of(self.tree))
+        except ValueError as error:
+            return str(error)
         there = [type(mixer).__name__ for mixer in mixers_of(model).values()]
         chunks = any(getattr(getattr(m, "config", 0), "attention_chunk_size", 0) for m in model.modules())
         there += [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
@@ -54,11 +58,11 @@ class Columns:
 
     def why_not_its_depths(self, positions: Tensor) -> str | None:
         """Return why positions of a whole row, [1, tokens], are not those of the tree; None if they are."""
-        if self.tree is None or torch.equal(positions, depths(self.tree)[None]):
+        if self.tree is None or torch.equal(positions, (places := depths(self.tree))[None]):
             return None
         return (
             f"position_ids of the whole row, {list(positions.shape)}, are not the depths of its tree of "
-            f"{int(nodes_of(self.tree)[1].sum())} tokens: deal the batch of fold by a loader or by cp.deal"
+            f"{len(places)} tokens: deal the batch of fold by a loader or by cp.deal"
         )
 
 

@@ -1,6 +1,7 @@
 """Rollouts as a tree, folded into one row over ranks, beside the same rollouts as rows of one process."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -217,6 +218,12 @@ def _refusals(rank, size):
     def lost():
         model(**{**part, "tree": batch["tree"] if rank else part["tree"]})
 
+    def dealt(name, change):
+        return cp.deal({**batch, name: change(batch[name])})
+
+    lists = cp.deal({**batch, **{name: batch[name].tolist() for name in ("tree", "label_weights")}})
+    torch.testing.assert_close(lists, part, rtol=0, atol=0)
+    assert "tree" not in cp.deal({"input_ids": batch["input_ids"], "tree": None})
     return [
         *(
             refused(lambda name=name: kinds[name][0](**kinds[name][1].deal(batch)))
@@ -229,7 +236,34 @@ def _refusals(rank, size):
         refused(lambda: cp.deal({**batch, "tree": batch["tree"][:-2]})),
         refused(lambda: cp.deal({name: x for name, x in batch.items() if name != "shift_labels"})),
         refused(lost),
+        refused(lambda: dealt("label_weights", lambda x: x[0])),
+        refused(lambda: dealt("label_weights", lambda x: x[:, 1:])),
+        refused(lambda: dealt("label_weights", lambda _: "half")),
+        refused(lambda: dealt("tree", lambda x: x.view(2, -1))),
+        refused(lambda: dealt("tree", lambda x: x.float())),
+        refused(lambda: dealt("tree", lambda x: [["a root"]])),
+        refused(lambda: model(**{**part, "label_weights": part["label_weights"][:, 1:]})),
+        refused(lambda: model(**{**part, "label_weights": [0.5]})),
+        refused(lambda: model(**{**part, "tree": part["tree"].float()})),
     ]
+
+
+def _refusals_of_one_rank(rank, size):
+    """Columns that are wrong on the last rank alone; the other does not wait."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model = model_of()
+    part = parallelize(model, mesh, reduction="mean").deal(fold(*turns()).batch)
+    wrong = {"tree": [part["tree"].flip(0), "a tree"], "label_weights": [part["label_weights"][0], [0.5]]}
+    last = rank == size - 1
+    parts = [part | ({name: x} if last else {}) for name in wrong for x in wrong[name]]
+    return [refused(partial(model, **each)) for each in parts]
+
+
+def test_columns_that_are_wrong_on_one_rank_are_refused_on_all():
+    others, last = processes(2, _refusals_of_one_rank)
+    assert all(text.startswith("refused (another rank): ranks [1]") for text in others)
+    names = ["tree", "tree", "label_weights", "label_weights"]
+    assert [text.partition(")")[0] for text in last] == [f"refused ({name}" for name in names]
 
 
 def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks():
@@ -243,6 +277,15 @@ def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks():
         "refused (tree): ",
         "refused (tree): it needs shift_labels",
         "refused (tree): ranks of a sequence group have different trees",
+        "refused (label_weights): label_weights must be numbers, (1, 59) as input_ids are, got (59,)",
+        "refused (label_weights): label_weights must be numbers, (1, 59) as input_ids are, got (1, 58)",
+        "refused (batch): label_weights must be a tensor, or lists of numbers",
+        "refused (tree): a tree has one dim, parents and then lengths, got (2, ",
+        "refused (tree): a tree must be integers, got torch.float32",
+        "refused (batch): tree must be a tensor, or lists of numbers",
+        "refused (label_weights): they must be [1, 30] as the tokens are, got [1, 29]",
+        "refused (label_weights): they must be [1, 30] as the tokens are, got list",
+        "refused (tree): a tree must be integers, got torch.float32",
     ]
     for errors in processes(2, _refusals):
         for text, error in zip(want, errors, strict=True):

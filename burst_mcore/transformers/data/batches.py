@@ -27,9 +27,10 @@ logger = logging.getLogger("burst_mcore")
 IGNORED = -100
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
 """Names in a batch of the table of its documents (cu_seqlens); Hugging Face has one for keys too."""
-READ = ("input_ids", "position_ids", "shift_labels", "labels", "attention_mask", *CUMULATED)
+DEALT = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
+READ = (*DEALT, "labels", "attention_mask", *CUMULATED)
 """Columns that `prepared` reads: tensors, or lists of numbers."""
-DROPPED = (*READ[3:], "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
+DROPPED = (*READ[5:], "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns that positions and shifted labels replace: no rank gets them."""
 
 
@@ -113,21 +114,22 @@ def prepared(
     Raises:
         RefusedError: shapes that do not fit, or a mask that is more than padding.
     """
-    batch = {name: _numbers_of(name, x) if name in READ else x for name, x in batch.items()}
+    there = ((name, x) for name, x in batch.items() if x is not None or name not in READ)
+    batch = {name: _numbers_of(name, x) if name in READ else x for name, x in there}
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
         came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
         raise RefusedError("batch", f"input_ids must be a tensor of integers [rows, tokens], got {came}")
-    for name in ("position_ids", "labels", "shift_labels"):
-        column = ids if batch.get(name) is None else batch[name]
-        if column.shape != ids.shape or column.is_floating_point():
+    for name in ("position_ids", "labels", "shift_labels", WEIGHTS):
+        column, kind = batch.get(name, ids), "" if name == WEIGHTS else "whole "
+        if column.shape != ids.shape or (kind and column.is_floating_point()):
             came = f"{tuple(ids.shape)} as input_ids are, got {tuple(column.shape)} {column.dtype}"
-            raise RefusedError(name.removeprefix("shift_"), f"{name} must be whole numbers, {came}")
+            raise RefusedError(name.removeprefix("shift_"), f"{name} must be {kind}numbers, {came}")
     real = _real(batch.get("attention_mask"), ids)
     positions = _positions(batch, ids, real)
     shift_labels = batch.get("shift_labels")
     if shift_labels is None:
-        labels = ids if batch.get("labels") is None else batch["labels"]
+        labels = batch.get("labels", ids)
         _refuse_shifted(labels, ids)
         labels = labels.masked_fill(~real | starts(positions), IGNORED)
         shift_labels = pad(labels, (0, 1), value=IGNORED)[:, 1:]
@@ -136,7 +138,7 @@ def prepared(
     whole = {
         name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_dealt(x, n) else x
         for name, x in batch.items()
-        if name not in (*READ, *DROPPED)
+        if name not in (*READ[:3], *DROPPED)
     }
     for name in (x for x in whole if more and is_dealt(batch[x], n + more)):  # would be dealt as it is
         raise RefusedError("batch", f"{name} has {n + more} entries a row, as if padded: give it {n}")
@@ -166,8 +168,7 @@ def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | st
 
 def digest_of_batch(batch: Mapping[str, Any]) -> int:
     """Return a number, not negative, by which ranks compare the batches that they deal."""
-    names = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
-    return digest_of({name: digest(batch[name].cpu()) for name in names if name in batch})
+    return digest_of({name: digest(batch[name].cpu()) for name in DEALT if name in batch})
 
 
 def is_dealt(x: Any, n: int) -> bool:
@@ -203,9 +204,9 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(ends)
 
 
-def _numbers_of(name: str, column: Any) -> Tensor | None:
+def _numbers_of(name: str, column: Any) -> Tensor:
     try:
-        return None if column is None else torch.as_tensor(column)
+        return torch.as_tensor(column)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RefusedError("batch", f"{name} must be a tensor, or lists of numbers: {error}") from None
 
@@ -236,7 +237,7 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     if batch.get(TREE) is not None:
         refuse("tree", why_not_its_row(batch, real))
         return depths(batch[TREE])[None]
-    ends = next((batch[name] for name in CUMULATED if batch.get(name) is not None), None)
+    ends = next((batch[name] for name in CUMULATED if name in batch), None)
     given: Tensor | None = batch.get("position_ids")
     after_padding = real & ~pad(real, (1, 0), value=True)[:, :-1]
     if bool((after_padding & (real.cumsum(1) > 1)).any()):

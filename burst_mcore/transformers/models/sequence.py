@@ -19,7 +19,7 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
 from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
-from burst_mcore.rollouts.columns import TREE, Columns
+from burst_mcore.rollouts.columns import TREE, WEIGHTS, Columns
 from burst_mcore.transformers.data.batches import IGNORED, digest_of_batch, documents, prepared
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse
@@ -199,8 +199,9 @@ class SequenceParallel:
         try:
             refuse("tree", columns.why_not_served(self.model, *beside, *own))
             arguments, positions, valid = self._own(arguments)
+            self._refuse_columns({WEIGHTS: columns.weights}, positions.shape)
         except Exception as error:  # of any kind: the others must not wait for this rank
-            problem = error
+            problem, columns = error, Columns()
         has_loss = arguments.get("shift_labels") is not None
         lengths, valid = self._exchange(problem, positions, valid, columns.number, has_loss, bool(types))
         assert positions is not None
@@ -310,8 +311,9 @@ class SequenceParallel:
     def _refuse_columns(self, arguments: dict[str, Any], shape: torch.Size) -> None:
         """Raise RefusedError for columns that do not go with a shard of the tokens."""
         for name, x in arguments.items():
-            if name in ("position_ids", self.types) and x is not None and x.shape != shape:
-                raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {[*x.shape]}")
+            came = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
+            if name in ("position_ids", WEIGHTS, self.types) and x is not None and came != [*shape]:
+                raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {came}")
             if name in FEATURES and x is not None:
                 raise RefusedError("batch", f"{name} are merged with whole sequences: give inputs_embeds")
 
