@@ -86,6 +86,11 @@ def random_tree(draw: random.Random, n: int) -> Mask:
     return Mask.tree([draw.randint(-1, node - 1) for node in range(len(lengths))], lengths)
 
 
+def random_chunks(draw: random.Random, n: int) -> Mask:
+    """Chunks of any size up to that of the sequence."""
+    return Mask.chunked(draw.randint(1, n))
+
+
 TERMS = (
     lambda draw, n: Mask.causal(),
     _window,
@@ -95,7 +100,7 @@ TERMS = (
     lambda draw, n: Mask.dilated(draw.randint(1, n), draw.randint(1, 5)),
     _blocks,
     _ranges,
-    lambda draw, n: Mask.chunked(draw.randint(1, n)),
+    random_chunks,
     lambda draw, n: Mask.causal() | _images(draw, n),
     _images,
     _prefix,
