@@ -19,16 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.digest import digest
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened, united
-from burst_mcore.mask.tables import (
-    documents_of,
-    images_of,
-    integers,
-    is_int,
-    pairs_of,
-    short,
-    tensor_of,
-    tree_of,
-)
+from burst_mcore.mask.tables import documents_of, images_of, integers, is_int, pairs_of, tensor_of, tree_of
 from burst_mcore.mask.terms import Blocks, Chunks, Documents, Images, Ranges, Stride, Term, Tree, Window
 from burst_mcore.registry import Registered, register
 
@@ -225,9 +216,8 @@ class Mask(Registered):
         ends = integers("cu_seqlens", [0, UNBOUNDED] if cu_seqlens is None else cu_seqlens)
         tokens, documents = torch.atleast_1d(integers("lengths", lengths)), ends.diff()
         if tokens.shape != documents.shape:
-            raise ValueError(
-                f"a prefix for each of {len(documents)} documents is needed, got lengths {short(tokens)}"
-            )
+            came = f"lengths of shape {tuple(tokens.shape)}"
+            raise ValueError(f"a prefix for each of {len(documents)} documents is needed, got {came}")
         for at in ((tokens < 0) | (tokens > documents)).nonzero().flatten().tolist()[:1]:
             most, length = int(documents[at]), int(tokens[at])
             raise ValueError(f"a prefix has 0 tokens up to those of its document, {most}, got {length}")
@@ -239,7 +229,8 @@ class Mask(Registered):
         """Shared prefixes: a node of tokens sees all of its ancestors, and itself causally.
 
         The sequence is the nodes in a row. A band for each node is planned if all descendants of a node
-        follow it directly (depth first); other orders are right, too, with more bands.
+        follow it directly (depth first); other orders are right, too, with more bands. `& Mask.window(...)`
+        counts tokens along the row: `rollouts.tree_mask` has windows along the paths of a tree.
 
         Args:
             parents: of each node the number of its parent, which comes before it; -1 for a root. Several

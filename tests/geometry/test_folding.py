@@ -11,8 +11,9 @@ from test_mask import from_bands
 
 from burst_mcore import Mask, Topology, burst_attention
 from burst_mcore.rollouts import fold, tree_mask
-from burst_mcore.rollouts.columns import TREE, WEIGHTS, Columns, why_not_its_row
+from burst_mcore.rollouts.columns import TREE, WEIGHTS, Columns
 from burst_mcore.rollouts.trees import depths, padded
+from burst_mcore.transformers.data.batches import why_not_its_row
 
 WORDS, WIDTH = 5, 8
 TWO = torch.tensor([-1, 0, 3, 3])
@@ -223,10 +224,10 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
         (lambda: fold([[1.5]]), "token ids of rollout 0 must be integers, got torch.float32"),
         (lambda: fold([[1], [True]]), "token ids of rollout 1 must be integers, got torch.bool"),
         (lambda: fold([[1, None]]), "token ids of rollout 0 must be integers .*NoneType"),
-        (lambda: fold([[[1]]]), r"rollout 0 must be token ids in one dim, got \(1, 1\)"),
+        (lambda: fold([[[1]]]), r"token ids of rollouts \[0\] must be in one dim"),
         (
             lambda: fold([[1, 2]], [[1]]),
-            r"labelled of rollout 0 must .* one for each of 2 tokens, got \[1.0\]",
+            r"labelled of rollout 0 are 1 or 2 finite numbers, got \[1.0\]",
         ),
         (lambda: fold([[1, 2], [1]], [[1, 1]]), "labelled must have an entry for each of 2 rollouts, got 1"),
         (lambda: fold([[1, 2], [1]], [[1, 1], [1], [1]]), "labelled must have an entry .* 2 rollouts, got 3"),
@@ -237,11 +238,11 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
         (lambda: fold([[1, 2]], [[None, 1]]), "labelled of rollout 0 must be numbers .*NoneType"),
         (
             lambda: fold([[1, 2]], [[0, float("nan")]]),
-            r"labelled of rollout 0 must be a finite .* got \[0.0, nan",
+            r"labelled of rollout 0 are 1 or 2 finite numbers, got \[0.0, nan",
         ),
         (
             lambda: fold([[1], [2]], weights=[1, float("inf")]),
-            "weights of rollout 1 must be a finite .* got inf",
+            "weights of rollout 1 are 1 or 1 finite numbers, got inf",
         ),
         (lambda: fold([[1, 2]]).unfold(torch.zeros(2, 2)), r"\[1, 2 or more, ...\], got \[2, 2\]"),
         (lambda: fold([[1, 2]]).unfold(torch.zeros(1, 1)), r"got \[1, 1\]"),
@@ -257,15 +258,15 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
         (lambda: tree_mask(None), "a tree must be integers .*NoneType"),
         (lambda: depths(torch.tensor([1, 0, 3, 3])), "parent of node 0"),
         (lambda: padded(TWO, -1), "padding of a tree is a number of tokens >= 0, got -1"),
-        (lambda: tree_mask(TWO, "causal"), "causal or a window, got str causal"),
-        (lambda: tree_mask(TWO, Mask.chunked(4)), r"causal or a window, got Mask chunked\(4\)"),
+        (lambda: tree_mask(TWO, "causal"), r"Mask.causal\(\) or Mask.window\(\), got causal"),
+        (lambda: tree_mask(TWO, Mask.chunked(4)), r"or Mask.window\(\), got chunked\(4\)"),
         (
             lambda: tree_mask(TWO, Mask.causal() | Mask.images([(0, 2)])),
-            "causal or a window, got Mask .causal",
+            "got .causal",
         ),
         (
             lambda: tree_mask(TWO, Mask.window(3, 0) & Mask.documents([0, 2, 6])),
-            "got Mask window.* & documents",
+            "got window.* & documents",
         ),
     ],
 )
@@ -290,3 +291,12 @@ def test_batches_that_do_not_go_with_their_tree():
     )
     for other, tokens, words in cases:
         assert words in why_not_its_row({**batch, **other}, tokens)
+
+
+def test_a_comb_takes_few_bands_if_its_path_stands_before_its_branches():
+    count, lengths = 40, [4] * 80
+    before = [*range(-1, count - 1), *range(count)]
+    between = [-1, 0, *(x for i in range(1, count) for x in (2 * i - 2, 2 * i))]
+    first, other = (tree_mask([*parents, *lengths], Mask.window(80, 0)) for parents in (before, between))
+    assert len(first.bands(320)) == 3 * count
+    assert len(other.bands(320)) > 0.7 * count**2
