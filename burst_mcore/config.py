@@ -142,9 +142,7 @@ class BurstConfig(Registered):
         self._check_numbers()
         dtype = GRAD_DTYPES.get(str(self.grad_dtype), self.grad_dtype)
         if dtype not in GRAD_DTYPES.values():
-            raise ValueError(
-                f"grad_dtype must be one of {', '.join(GRAD_DTYPES)}, got {brief(self.grad_dtype)}"
-            )
+            raise ValueError(f"grad_dtype is one of {', '.join(GRAD_DTYPES)}, got {brief(self.grad_dtype)}")
         object.__setattr__(self, "grad_dtype", dtype)
         register(self, repr(self))
 
@@ -154,9 +152,7 @@ class BurstConfig(Registered):
                 raise ValueError(f"{name} must be True or False, got {brief(getattr(self, name))}")
         degree = self.head_parallel
         if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
-            raise ValueError(
-                f"head_parallel must be a number of ranks, at least 1, or 'auto', got {brief(degree)}"
-            )
+            raise ValueError(f"head_parallel must be a number of ranks >= 1, or 'auto', got {brief(degree)}")
         for name, least in (("max_ctas", 1), ("sm_margin", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

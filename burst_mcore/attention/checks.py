@@ -139,9 +139,7 @@ def _nearest(mask: object) -> str:
 def check_group(topology: Topology, device: str) -> None:
     """Refuse a ring without a process group for this device."""
     if topology.communicators is None:
-        raise ValueError(
-            f"a ring of {topology.size} ranks needs its process group: Topology.from_group(group)"
-        )
+        raise ValueError(f"a ring of {topology.size} ranks needs its process group: Topology.from_group")
     if not topology.communicators.reach(torch.device(device)):
         wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
         backends = topology.communicators.backends

@@ -133,9 +133,7 @@ class Offload(Policy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy) or isinstance(self.policy, Offload):
-            raise ValueError(
-                f"Offload takes Full(), KeepAttention() or Segment(...), got {brief(self.policy)}"
-            )
+            raise ValueError(f"Offload takes Full(), KeepAttention(), Segment(...), got {brief(self.policy)}")
         object.__setattr__(self, "_chain", _Chain())
 
     @property

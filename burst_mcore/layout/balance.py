@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.mask import Mask
-from burst_mcore.mask.bands import UNBOUNDED
+from burst_mcore.mask.bands import UNBOUNDED, of_classes
+from burst_mcore.mask.bands import transposed as exchanged
 from burst_mcore.words import brief
 
 EVEN = 1.05
@@ -42,23 +43,15 @@ def _per_row(mask: Mask, n: int, transposed: bool) -> Tensor:
     """Return how many keys each query sees, or how many queries see each key (`transposed`), int64 [n]."""
     bands = mask.bands(n)
     if transposed:
-        bands = torch.stack(
-            [bands[:, 2], bands[:, 3], bands[:, 0], bands[:, 1], -bands[:, 5], -bands[:, 4]], 1
-        )
+        bands = exchanged(bands)
     step = mask.stride
     if step == 1:
         return _count(bands, n)
     pairs = torch.zeros(n, dtype=torch.int64)
     for first in range(min(step, n)):  # within a residue class, every step-th token is a neighbour
-        scaled = torch.cat([_ceil(bands[:, :4] - first, step), bands[:, 4:]], 1)
-        scaled[:, 4] = torch.where(bands[:, 4] > -UNBOUNDED, _ceil(bands[:, 4], step), -UNBOUNDED)
-        scaled[:, 5] = torch.where(bands[:, 5] < UNBOUNDED, bands[:, 5] // step, UNBOUNDED)
+        scaled = of_classes(bands, torch.tensor([first]), step)
         pairs[first::step] = _count(scaled.clamp(min=-UNBOUNDED), len(range(first, n, step)))
     return pairs
-
-
-def _ceil(x: Tensor, by: int) -> Tensor:
-    return -((-x) // by)
 
 
 def _count(bands: Tensor, n: int) -> Tensor:

@@ -123,9 +123,7 @@ class Layout:
             raise ValueError(f"a sequence has at least one token, got n={n}")
         divisor = self.divisor(size)
         if self.rule.length and n != divisor:
-            raise ValueError(
-                f"the documents of layout {self} end at {divisor}, but the sequence has {n} tokens"
-            )
+            raise ValueError(f"the documents of layout {self} end at {divisor}, the sequence has {n} tokens")
         return -(-n // divisor) * divisor
 
     def runs(self, n: int, rank: int, size: int) -> Runs:
@@ -211,9 +209,7 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
     shapes = [tuple(part.shape) for part in parts]
     others = {shape[:dim] + shape[dim:][1:] for shape in shapes}
     if len(others) != 1 or not all(shape[dim:] for shape in shapes):
-        raise ValueError(
-            f"unshard needs one part per rank, of one shape but for dim {dim}, got shapes {shapes}"
-        )
+        raise ValueError(f"unshard needs one part per rank, of one shape but for dim {dim}, got {shapes}")
     size, lengths = len(parts), [part.shape[dim] for part in parts]
     dealt = [positions(sum(lengths), rank=r, size=size, layout=layout) for r in range(size)]
     if lengths != (legal := [len(tokens) for tokens in dealt]):

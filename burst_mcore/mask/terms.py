@@ -154,13 +154,10 @@ class Ranges(Term):
         return f"ranges({len(self.ranges)}, #{self.digest})"
 
     def check(self, n: int) -> None:
-        beyond = (self.ranges[:, (1, 3)].amax(1) > n).nonzero().flatten().tolist() if len(self.ranges) else []
-        if beyond:
-            q0, q1, k0, k1 = self.ranges[beyond[0]].tolist()
-            raise ValueError(
-                f"slice {beyond[0]} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the "
-                f"sequence of {n} tokens"
-            )
+        for at in (self.ranges[:, 1::2] > n).any(1).nonzero().flatten().tolist()[:1]:
+            q0, q1, k0, k1 = self.ranges[at].tolist()
+            where = f"slice {at} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}),"
+            raise ValueError(f"{where} goes beyond the sequence of {n} tokens")
 
     def bands(self, n: int) -> Tensor:
         return disjoint(self.slices)
@@ -208,14 +205,11 @@ class Images(Ranges):
 
     def check_within(self, ends: Tensor) -> None:
         """Raise ValueError if a block lies in more than one of the documents that `ends` tells."""
-        first, last = (
-            torch.searchsorted(ends, self.ranges[:, i].contiguous() - i, right=True) for i in (0, 1)
-        )
+        edges = self.ranges[:, :2] - torch.tensor([0, 1])
+        first, last = torch.searchsorted(ends, edges, right=True).unbind(1)
         for at in (first != last).nonzero().flatten().tolist()[:1]:
-            start, stop, end = *self.ranges[at, :2].tolist(), int(ends[first[at]])
-            raise ValueError(
-                f"{self.kind} [{start}, {stop}) goes over the end of a document, at {end}: each lies in one"
-            )
+            where, end = "[{}, {})".format(*self.ranges[at].tolist()), int(ends[first[at]])
+            raise ValueError(f"{self.kind} {where} goes over the end of a document, at {end}")
 
 
 @dataclass(frozen=True)

@@ -101,9 +101,7 @@ def use_layout(layout: Layout | str, packed: str = "documents") -> None:
     if packed not in PACKED:
         raise ValueError(f"packed must be one of {', '.join(PACKED)}, got {packed!r}")
     if layout.kind == "zigzag-documents":
-        raise ValueError(
-            f"layout {layout} is that of one packed batch, and Megatron's own there; legal: {NAMES}"
-        )
+        raise ValueError(f"layout {layout} is of one packed batch, and Megatron's own there; legal: {NAMES}")
     dealing = Dealing(layout, packed)
     deal_sequences_alone()
     if dealing != STOCK:

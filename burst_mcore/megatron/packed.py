@@ -104,9 +104,7 @@ def _ends(name: str, x: Tensor) -> Tensor:
     """cu_seqlens on the CPU, int64 [documents + 1]."""
     ends = x.detach().cpu()
     if ends.dim() != 1 or len(ends) < 2 or ends.is_floating_point() or ends.dtype == torch.bool:
-        raise ValueError(
-            f"{name} must be integers [documents + 1], got {ends.dtype} of shape {list(ends.shape)}"
-        )
+        raise ValueError(f"{name} must be integers [documents + 1], got {ends.dtype} {list(ends.shape)}")
     ends = ends.to(torch.int64)
     if int(ends[0]) != 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) == 0:
         raise ValueError(f"{name} must ascend from 0 and hold at least one token, got {brief(ends.tolist())}")

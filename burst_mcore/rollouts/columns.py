@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,19 +63,3 @@ class Columns:
             f"position_ids of the whole row, {list(positions.shape)}, are not the depths of its tree of "
             f"{len(places)} tokens: deal the batch of fold by a loader or by cp.deal"
         )
-
-
-def why_not_its_row(batch: Mapping[str, Any], real: Tensor) -> str | None:
-    """Return why a whole batch does not go with its tree. real: whether tokens are no padding, as rows."""
-    try:
-        Mask.tree(*nodes_of(batch[TREE])).check(real.shape[1])
-    except ValueError as error:
-        return str(error)
-    if len(real) != 1:
-        return f"a tree is of one packed row, the batch has {len(real)}: fold all groups into one"
-    if not bool(real.all()) or any(batch.get(name) is not None for name in ("cu_seqlens", "cu_seq_lens_q")):
-        return "a row with a tree has no padding and no cu_seqlens: its roots are its documents"
-    if batch.get("shift_labels") is None:
-        return "it needs shift_labels, as fold makes them: behind a token may stand another branch"
-    positions = batch.get("position_ids")
-    return None if positions is None else Columns(batch[TREE]).why_not_its_depths(positions.cpu())

@@ -45,9 +45,7 @@ class Folded:
         Raises ValueError for several rows, and for a rank's part of the row.
         """
         if x.dim() < 2 or len(x) != 1 or x.shape[1] < self.tokens:
-            raise ValueError(
-                f"numbers of the whole row are [1, {self.tokens} or more, ...], got {[*x.shape]}"
-            )
+            raise ValueError(f"numbers of the row are [1, {self.tokens} or more, ...], got {[*x.shape]}")
         kept = (self.labelled if labels_only else self.places >= 0).to(x.device)
         of_places = x[0, self.places.clamp(min=0).to(x.device)]
         return torch.where(kept.view(*kept.shape, *[1] * (of_places.dim() - 2)), of_places, 0)
@@ -75,10 +73,11 @@ def fold(
             says; labelled and weights are of nodes.
 
     Raises:
-        ValueError: no rollouts, or no tokens; numbers that do not fit or are not finite; a child before its
-            parent.
+        ValueError: no rollouts, or no tokens; numbers that do not fit; a child before its parent.
     """
-    rows = [_tokens(i, rollout) for i, rollout in enumerate(rollouts)]
+    rows = [integers(f"token ids of rollout {i}", rollout) for i, rollout in enumerate(rollouts)]
+    if odd := [i for i, row in enumerate(rows) if row.dim() != 1]:
+        raise ValueError(f"token ids of rollouts {odd} must be in one dim")
     counted = [numbers.bool() for numbers in _numbers("labelled", rows, labelled)]
     factors = _numbers("weights", rows, weights)
     keys = rows
@@ -144,13 +143,6 @@ def _along_paths(parents: Sequence[int], *of_nodes: list[Tensor]) -> list[list[T
     return [[torch.cat([values[node] for node in path]) for path in leaves] for values in of_nodes]
 
 
-def _tokens(i: int, values: Numbers) -> Tensor:
-    ids = integers(f"token ids of rollout {i}", values)
-    if ids.dim() != 1:
-        raise ValueError(f"rollout {i} must be token ids in one dim, got {tuple(ids.shape)}")
-    return ids
-
-
 def _numbers(name: str, rows: list[Tensor], every: Sequence[Any] | Tensor | None) -> list[Tensor]:
     """Return the numbers of each rollout's tokens, float32: one for each; by default 1."""
     try:
@@ -161,9 +153,8 @@ def _numbers(name: str, rows: list[Tensor], every: Sequence[Any] | Tensor | None
         raise ValueError(f"{name} must have an entry for each of {len(rows)} rollouts, got {len(entries)}")
     found = []
     for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
-        numbers = tensor_of(f"{name} of rollout {i} must be numbers", entry, dtype=torch.float32)
-        if numbers.shape not in ((), row.shape) or not bool(numbers.isfinite().all()):
-            legal = f"a finite number, or one for each of {len(row)} tokens"
-            raise ValueError(f"{name} of rollout {i} must be {legal}, got {short(numbers)}")
-        found.append(numbers.expand(row.shape))
+        values = tensor_of(f"{name} of rollout {i} must be numbers", entry, dtype=torch.float32)
+        if values.shape not in ((), row.shape) or not bool(values.isfinite().all()):
+            raise ValueError(f"{name} of rollout {i} are 1 or {len(row)} finite numbers, got {short(values)}")
+        found.append(values.expand(row.shape))
     return found

@@ -14,12 +14,11 @@ from burst_mcore.rollouts.columns import TREE
 from burst_mcore.rollouts.trees import depths, tree_mask
 
 ROTARY = ("RotaryEmbedding", "YarnRotaryEmbedding")
+"""Classes whose forwards make one table, of places: a class of the user's own may make several."""
 
 
 @contextmanager
-def in_tree(
-    model: nn.Module | Sequence[nn.Module], packed_seq_params: Any, tree: Sequence[int] | Tensor
-) -> Iterator[None]:
+def in_tree(model: nn.Module | Sequence[nn.Module], packed_seq_params: Any, tree: Tensor) -> Iterator[None]:
     """Let a model's forwards with these packed_seq_params see a tree. Backward may come later.
 
     packed_seq_params are of the whole row as one document, padding included; the tree is padded, too. A model
@@ -29,11 +28,11 @@ def in_tree(
         ValueError: a module that does not know the branches of a tree; cu_seqlens that are not the row's.
     """
     places, ends = depths(tree), getattr(packed_seq_params, "cu_seqlens_q", None)
-    row = None if ends is None else ends.tolist()
     modules = dict((model if isinstance(model, nn.Module) else nn.ModuleList(model)).named_modules())
     for name, module in modules.items():
         if not _knows_branches(name, module):
             raise ValueError(f"{name} ({type(module).__name__}) does not know the branches of a tree")
+    row = None if ends is None else ends.tolist()
     if row != [0, len(places)]:
         raise ValueError(f"cu_seqlens_q must be of the whole row, [0, {len(places)}], got {row}")
 
@@ -61,19 +60,13 @@ def _knows_branches(name: str, module: nn.Module) -> bool:
     config, kind, slot = getattr(module, "config", None), type(module).__name__, name.rpartition(".")[2]
     if slot == "core_attention":
         return kind == "BurstCoreAttention" and "causal" in str(module.attn_mask_type)
-    if slot == "self_attention" and kind != "IdentityOp" and not hasattr(module, "core_attention"):
-        return False  # a recurrence
-    if slot == "mixer" or isinstance(module, nn.Conv1d) or _rotary(module) not in (None, *ROTARY):
-        return False
-    return not any(getattr(config, x, None) for x in ("mtp_num_layers", "multi_latent_attention"))
+    attends = slot != "self_attention" or kind == "IdentityOp" or hasattr(module, "core_attention")
+    mixes = slot == "mixer" or isinstance(module, nn.Conv1d) or _rotary(module) not in (None, *ROTARY)
+    along_the_row = any(getattr(config, x, None) for x in ("mtp_num_layers", "multi_latent_attention"))
+    return attends and not mixes and not along_the_row
 
 
 def _rotary(module: nn.Module) -> str | None:
-    """Return the class that makes a rotary module's table, by its name; None for other modules.
-
-    Another class than Megatron's may make several tables, or look at positions itself.
-    """
-    kinds = type(module).__mro__
-    if not any("Rotary" in kind.__name__ for kind in kinds):
-        return None
-    return next(kind.__name__ for kind in kinds if "forward" in vars(kind))
+    """Return the class whose forward makes a rotary module's table, by name; None for other modules."""
+    kinds = {kind.__name__: "forward" in vars(kind) for kind in type(module).__mro__}
+    return next(filter(kinds.get, kinds)) if any("Rotary" in name for name in kinds) else None

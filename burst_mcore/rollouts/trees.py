@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, tensor
@@ -16,7 +17,7 @@ from burst_mcore.digest import digest
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import tightened
 from burst_mcore.mask.tables import integers, is_int
-from burst_mcore.mask.terms import Ranges, Term, Tree, Window
+from burst_mcore.mask.terms import Ranges, Term, Window
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ def tree_mask(tree: Sequence[int] | Tensor, window: Mask | None = None) -> Mask:
     terms = () if window is None else getattr(window, "terms", (window,))
     lefts = [term.left for term in terms if isinstance(term, Window)]
     if len(lefts) < len(terms):
-        came = f"{type(window).__name__} {window}"
-        raise ValueError(f"beside a tree the mask of a layer is causal or a window, got {came}")
+        raise ValueError(f"beside a tree a layer's mask is Mask.causal() or Mask.window(), got {window}")
     return mask if not lefts or lefts[0] is None else _in_window(mask, lefts[0])
 
 
@@ -76,30 +76,24 @@ def _depths(mask: Mask) -> Tensor:
     return torch.arange(begins[-1]) + before.repeat_interleave(tensor(lengths))
 
 
-@lru_cache(maxsize=16)
-def _in_window(mask: Mask, left: int) -> Mask:
-    if bool((_depths(mask) <= left).all()):
-        return mask
-    slices = tensor(_slices(mask, left))
-    return Mask((_InWindow(digest(slices), tightened(slices), slices[:, :4], (Window(left, 0),)),))
-
-
 def _nodes(mask: Mask) -> tuple[list[int], ...]:
     """Return, of each node, its parent, its length, its first place in the row, and its first depth."""
-    (tree,) = mask.terms
-    assert isinstance(tree, Tree)
+    tree: Any = mask.terms[0]
     parents, lengths, first = tree.parents.tolist(), tree.ends.diff().tolist(), list[int]()
     for parent in parents:
         first.append(0 if parent < 0 else first[parent] + lengths[parent])
     return parents, lengths, tree.ends.tolist(), first
 
 
-def _slices(mask: Mask, left: int) -> list[list[int]]:
-    """Return bands [q0, q1, k0, k1, low, high]: of each node and each run of its ancestors in reach.
+@lru_cache(maxsize=16)
+def _in_window(mask: Mask, left: int) -> Mask:
+    """Return a tree within a window: bands of each node and each run of its ancestors in reach.
 
     A query at place i of the row sees a key of an ancestor at place j iff depth(i) - depth(j) <= left. With
     offset = place - depth, the same for all tokens of a node, that is j - i >= offset(j) - offset(i) - left.
     """
+    if bool((_depths(mask) <= left).all()):
+        return mask
     rows: list[list[int]] = []
     parents, lengths, begins, first = _nodes(mask)
     for node in range(len(parents)):
@@ -113,4 +107,5 @@ def _slices(mask: Mask, left: int) -> list[list[int]]:
                 runs.append([*begins[node : node + 2], *begins[above : above + 2], low, 0])
             above = parents[above]
         rows += runs
-    return rows
+    slices = tensor(rows)
+    return Mask((_InWindow(digest(slices), tightened(slices), slices[:, :4], (Window(left, 0),)),))

@@ -78,9 +78,7 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     """
     sequence = vars(model).get(SEQUENCE)
     if not isinstance(sequence, SequenceParallel):
-        raise RefusedError(
-            "model", "it was not prepared by burst_mcore.deepspeed.initialize, or by parallelize"
-        )
+        raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize or parallelize")
     return sequence
 
 

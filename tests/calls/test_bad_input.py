@@ -360,7 +360,7 @@ def test_topology_has_no_default():
             r"^mesh must be 'none', or rows x columns such as '2x4' or \(2, 4\), got 'auto': "
             r"burst-mcore explain --mesh auto finds a mesh and prints its rows x columns$",
         ),
-        ({"head_parallel": 0}, "head_parallel.*at least 1.*got 0"),
+        ({"head_parallel": 0}, "head_parallel.*>= 1.*got 0"),
         ({"head_parallel": "many"}, "'auto', got 'many'"),
         ({"head_parallel": True}, "head_parallel.*got True"),
     ],

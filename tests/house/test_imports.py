@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
 BUDGET = {
-    "burst_mcore": 26000,
+    "burst_mcore": 25980,
     "burst_mcore.torch": 900,
     "burst_mcore.recurrent": 1500,
     "burst_mcore.compat": 200,
-    "burst_mcore.rollouts": 400,
+    "burst_mcore.rollouts": 420,
     "burst_plan": 6000,
     "burst_bench": 7610,
 }

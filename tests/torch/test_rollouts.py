@@ -273,7 +273,7 @@ def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks():
         "refused (tree): a cache does not know its branches",
         "refused (layout): layout zigzag deals 118 tokens over 2 ranks",
         "refused (tree): position_ids of the whole row",
-        "refused (batch): the ranks of a sequence group were given different whole batches",
+        "refused (batch): ranks of a sequence group were given different whole batches",
         "refused (tree): ",
         "refused (tree): it needs shift_labels",
         "refused (tree): ranks of a sequence group have different trees",

@@ -136,7 +136,7 @@ def test_in_training():
         "refused (reduction): nothing reduces model.embed_tokens.weight",
         "refused (reduction): the mesh of fully_shard has not all ranks of cp",
         "refused (reduction): nothing reduces lm_head.weight",
-        "refused (batch): the ranks of a sequence group were given different whole batches",
+        "refused (batch): ranks of a sequence group were given different whole batches",
         "refused (batch): it needs a tensor input_ids; it has labels",
         "refused (position_ids): a forward over sharded sequences needs",
         "refused (position_ids): they must go on by one, or start again at 0",

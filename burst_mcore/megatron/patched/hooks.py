@@ -145,9 +145,7 @@ def fuse_losses(models: Sequence[Any]) -> None:
         if names & {"GPTModel", "HybridModel"}:
             fuse_loss(module)
         elif "LanguageModule" in names:
-            raise ValueError(
-                f"--burst-fused-loss serves GPTModel and HybridModel, not {type(module).__name__}"
-            )
+            raise ValueError(f"--burst-fused-loss is for GPTModel, HybridModel, not {type(module).__name__}")
 
 
 @around

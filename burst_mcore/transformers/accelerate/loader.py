@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import BatchSampler
 
-from burst_mcore.rollouts.columns import TREE
-from burst_mcore.transformers.data.batches import CUMULATED, IGNORED
+from burst_mcore.rollouts.columns import IGNORED, TREE
+from burst_mcore.transformers.data.batches import CUMULATED
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.sequence import SequenceParallel
@@ -312,9 +312,7 @@ def _refuse_parts(loader: Any, dealer: Any) -> None:
         "dispatch_batches=False for a streamed dataset": dealer is not None and not _deals_batches(dealer),
     }.items():
         if is_set:
-            raise RefusedError(
-                "loader", f"an evaluation is not served with Accelerate's {name}: leave it out"
-            )
+            raise RefusedError("loader", f"evaluation is not served with Accelerate's {name}: leave it out")
 
 
 def _last_load(loader: Any, dealer: Any, batch_size: int | None) -> tuple[int | None, int]:

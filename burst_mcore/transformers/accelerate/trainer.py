@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.loss import unpatched
+from burst_mcore.rollouts.columns import IGNORED
 from burst_mcore.transformers.accelerate.gathered import whole
 from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, ShardedBatch, adapter_of
-from burst_mcore.transformers.data.batches import IGNORED
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.prefill import CACHE_NAMES
 from burst_mcore.wrap import around

@@ -18,13 +18,13 @@ from torch.nn.functional import pad
 from burst_mcore.agreement import digest_of
 from burst_mcore.digest import digest
 from burst_mcore.layout import Layout, shard
-from burst_mcore.rollouts.columns import TREE, WEIGHTS, why_not_its_row
-from burst_mcore.rollouts.trees import depths, padded
+from burst_mcore.mask import Mask
+from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
+from burst_mcore.rollouts.trees import depths, nodes_of, padded
 from burst_mcore.transformers.errors import RefusedError, refuse
 
 logger = logging.getLogger("burst_mcore")
 
-IGNORED = -100
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
 """Names in a batch of the table of its documents (cu_seqlens); Hugging Face has one for keys too."""
 DEALT = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
@@ -55,7 +55,7 @@ def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
             raise RefusedError("batch", f"some samples of a batch have numbers as {name}, some have not")
         if name in CUMULATED and len(rows) > 1:
             raise RefusedError(
-                "packed rows", f"{name} describes one row: batches of {len(rows)} need position_ids"
+                "packed rows", f"{name} is of one row: batches of {len(rows)} need position_ids"
             )
         values = [
             pad(row[name], (0, longest - n), value=fill.get(name, 0))
@@ -209,6 +209,22 @@ def _numbers_of(name: str, column: Any) -> Tensor:
         return torch.as_tensor(column)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RefusedError("batch", f"{name} must be a tensor, or lists of numbers: {error}") from None
+
+
+def why_not_its_row(batch: Mapping[str, Any], real: Tensor) -> str | None:
+    """Return why a whole batch does not go with its tree. real: whether tokens are no padding, as rows."""
+    try:
+        Mask.tree(*nodes_of(batch[TREE])).check(real.shape[1])
+    except ValueError as error:
+        return str(error)
+    if len(real) != 1:
+        return f"a tree is of one packed row, the batch has {len(real)}: fold all groups into one"
+    if not bool(real.all()) or any(batch.get(name) is not None for name in CUMULATED):
+        return "a row with a tree has no padding and no cu_seqlens: its roots are its documents"
+    if batch.get("shift_labels") is None:
+        return "it needs shift_labels, as fold makes them: behind a token may stand another branch"
+    positions = batch.get("position_ids")
+    return None if positions is None else Columns(batch[TREE]).why_not_its_depths(positions.cpu())
 
 
 def _refuse_shifted(labels: Tensor, ids: Tensor) -> None:

@@ -119,9 +119,7 @@ class ShardedLoader:
         if problem is not None:
             raise problem
         if FAILED in states:
-            raise RefusedError(
-                "another rank", f"rank {states.index(FAILED)} of the sequence group has no batch"
-            )
+            raise RefusedError("another rank", f"rank {states.index(FAILED)} of the group has no batch")
         if END in states:
             if set(states) != {END}:
                 ended = [rank for rank, state in enumerate(states) if state == END]
@@ -167,9 +165,7 @@ class ShardedLoader:
             return every
         if len(set(states)) > 1:
             if self.from_caller:
-                raise RefusedError(
-                    "batch", "the ranks of a sequence group were given different whole batches"
-                )
+                raise RefusedError("batch", "ranks of a sequence group were given different whole batches")
             raise RefusedError(
                 "loader",
                 "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
@@ -254,6 +250,4 @@ def _mapping(batch: Any) -> Mapping[str, Any]:
         batch = batch[0]
     if isinstance(batch, torch.Tensor):
         return {"input_ids": batch}
-    raise RefusedError(
-        "batch", f"it must be a dict with input_ids, or a tensor of them; got {type(batch).__name__}"
-    )
+    raise RefusedError("batch", f"it must be a dict with input_ids, or a tensor; got {type(batch).__name__}")

@@ -178,9 +178,7 @@ def mask_of(
     if isinstance(attention_mask, LayerMask):
         return attention_mask
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise RefusedError(
-            "attention_mask", "padding must be taken out by the loader (burst.shard_loader, cp.loader)"
-        )
+        raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
     masks = sequence.masks(mask_function, batch_size)
     if not all(map(_looks_back, masks)):
         raise RefusedError("mask", "the model asks for attention that is not causal")
@@ -291,9 +289,7 @@ def attend(
             f"unknown",
         )
     if dropout:
-        raise RefusedError(
-            "dropout", f"{name} asks for attention dropout {dropout}: set attention_dropout to 0"
-        )
+        raise RefusedError("dropout", f"{name} has attention dropout {dropout}: set attention_dropout to 0")
     blocks = any(isinstance(term, Ranges) for mask in attention_mask.masks for term in mask.all_terms())
     if others.get("is_causal", getattr(module, "is_causal", True)) is False and not blocks:
         raise RefusedError("mask", f"{name} asks for attention that is not causal")

@@ -19,8 +19,8 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
 from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
-from burst_mcore.rollouts.columns import TREE, WEIGHTS, Columns
-from burst_mcore.transformers.data.batches import IGNORED, digest_of_batch, documents, prepared
+from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
+from burst_mcore.transformers.data.batches import digest_of_batch, documents, prepared
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import Sequence, running
@@ -125,9 +125,7 @@ class SequenceParallel:
             return out
         key = "loss" if isinstance(out, dict) else 0
         if isinstance(out, dict) and out.get("aux_loss") is not None:
-            raise RefusedError(
-                "auxiliary loss", "a loss that balances experts is no sum over tokens of a shard"
-            )
+            raise RefusedError("auxiliary loss", "a loss balancing experts is no sum over tokens of a shard")
         whole = WholeLoss.apply(out[key], self.group, self.factor)  # type: ignore[no-untyped-call]
         if isinstance(out, dict):
             out[key] = whole
@@ -289,9 +287,7 @@ class SequenceParallel:
         # TRL counts tokens by the mask that the adapter dealt; the positions say what it says.
         mask = None if asks_for_fused_head(arguments) else arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
-            raise RefusedError(
-                "attention_mask", "padding must be taken out by the loader (burst.shard_loader, cp.loader)"
-            )
+            raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
         arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}
         if shifted is None:
             return {name: x for name, x in arguments.items() if name != "shift_labels"}, positions, 0

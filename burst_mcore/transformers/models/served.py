@@ -225,9 +225,7 @@ def checked_loss(model: Any, size: int) -> None:
         return
     name = type(model).__name__
     if own.__name__ != "ForCausalLMLoss":
-        raise RefusedError(
-            "loss", f"{name} has a loss function of its own, {own.__name__}: served is ForCausalLMLoss"
-        )
+        raise RefusedError("loss", f"{name} has a loss of its own, {own.__name__}: served is ForCausalLMLoss")
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         sequence = current()
@@ -235,9 +233,7 @@ def checked_loss(model: Any, size: int) -> None:
         if not shards:  # whole sequences of this rank alone: the model's own affair
             return own(*args, **kwargs)
         if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
-            raise RefusedError(
-                "model", f"{name} does not hand shift_labels and num_items_in_batch to its loss"
-            )
+            raise RefusedError("model", f"{name} does not hand its loss shift_labels and num_items_in_batch")
         weighs = sequence is not None and sequence.columns.weights is not None
         return sequence.columns.loss(*args, **kwargs) if sequence and weighs else own(*args, **kwargs)
 
