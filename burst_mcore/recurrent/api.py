@@ -28,6 +28,11 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
         RuntimeError: a rank has gone.
     """
     _check(tensors, kernel.dim, shards, kernel.name)
+    with torch.autocast(tensors[0].device.type, enabled=False):  # states stay in float32
+        return _recurred(kernel, tensors, shards)
+
+
+def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     own = shards.own
     pieces = [kernel.cut(tensors, each.fragment.rows) for each in own]
     outs: list[Tensor | None] = [None] * len(own)
@@ -43,24 +48,21 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
             finals.append(final)
     starts: list[Tensor] = []
     tie: Tensor | None = None
+    roots = (*tensors, *kernel.parameters)
     if not shards.scan().is_empty:
-        states = _states(kernel, tensors)
+        like = tensors[kernel.like]
+        shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
+        trains = any(x.requires_grad for x in (*decays, *finals, *roots))
+        states = States(kernel.name, kernel.algebra, *shapes, wide(like.dtype), like.device, trains)
         decays, finals = ([x.to(states.dtype) for x in xs] for xs in (decays, finals))
-        anchor = tensors[kernel.like].narrow(kernel.dim, 0, 0).reshape(-1)
-        starts, tie = starts_of(shards, states, decays, finals, anchor)
+        starts, tie = starts_of(shards, states, decays, finals, *roots)
         continuing = [number for number, each in enumerate(own) if not each.fragment.begins]
         for number, start in zip(continuing, starts, strict=True):
             outs[number], _ = kernel.run(pieces[number], start)
     if not own:  # all tensors stay in the graph: exchanges before this one await this rank's backward
-        tie = torch.stack([x.sum().to(torch.float32) for x in (*tensors, *([] if tie is None else [tie]))])
+        tie = torch.stack([x.sum().to(torch.float32) for x in (*roots, *([] if tie is None else [tie]))])
     out = torch.cat([x for x in outs if x is not None], kernel.dim) if own else tensors[kernel.like]
     return out if tie is None or starts else out + tie.sum().to(out.dtype)
-
-
-def _states(kernel: Recurrence, tensors: Tensors) -> States:
-    x = tensors[kernel.like]
-    shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
-    return States(kernel.name, kernel.algebra, *shapes, wide(x.dtype), x.device)
 
 
 def convolution(

@@ -35,6 +35,7 @@ Rows = tuple[Shards, ...]
 
 CONVOLUTION, DELTA, KIMI = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 MAMBA1, MAMBA2 = "mamba_selective_scan", "mamba2_chunk_scan"
+STATES = {DELTA: kernels.LAST, KIMI: kernels.LAST, MAMBA2: kernels.LASTS}
 FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
 MASK, MASKED = "create_recurrent_attention_mask", "apply_mask_to_padding_states"
 _KINDS = {
@@ -104,13 +105,16 @@ def bind(model: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
     """Bind the functions of a model's mixers, in the modules of their classes. Further calls change nothing.
 
     mixing: called when a forward makes the padding mask of its mixers; None leaves the forward as it was.
+
+    Raises:
+        ValueError: a function takes no states.
     """
     for mixer in {type(mixer) for mixer in mixers_of(model).values()}:
         module = sys.modules[mixer.__module__]
         for name in {*_BOUND, MASK, MASKED} & {*vars(module)}:
             _replace(module, name, partial(_bound, name, mixing))
-        if mixer.__name__ in _WITHIN:
-            _replace(mixer, "forward", partial(_within, _WITHIN[mixer.__name__]))
+        within = _WITHIN.get(mixer.__name__)
+        _replace(mixer, "forward", partial(_within, within) if within else _forgotten())
 
 
 def _replace(owner: Any, name: str, bound: Callable[[Function], Function]) -> None:
@@ -127,6 +131,8 @@ def _bound(name: str, mixing: Callable[[], Mixing | None], original: Function) -
     if name == MASKED:
         return partial(_masked, original)
     ours = _BOUND[name]
+    if name in STATES:
+        kernels.check_states(original, STATES[name])
 
     def function(*args: Any, **kwargs: Any) -> Any:
         of_layer: Mixing | None = getattr(_LAYER, "mixing", None)
@@ -141,6 +147,15 @@ def _bound(name: str, mixing: Callable[[], Mixing | None], original: Function) -
 
 _LAYER = threading.local()
 """The `Mixing` of the mixer whose forward runs, by thread: checkpoints recompute in threads of autograd."""
+
+
+@contextmanager
+def _forgotten() -> Iterator[None]:
+    """Around the forward of a mixer: nothing that is called behind it is of its `Mixing`."""
+    try:
+        yield
+    finally:
+        _LAYER.mixing = None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -164,11 +179,8 @@ def _convolution(
 ) -> Tensor:
     """causal-conv1d's causal_conv1d_fn: hidden_states [B, C, S], weight [C, W]."""
     convolve = partial(original, weight=weight, bias=bias, activation=activation)
-    outs = (
-        convolution(convolve, x, weight.shape[-1], shards, dim=-1)
-        for shards, (x,) in _split(rows, (hidden_states,))
-    )
-    return torch.cat([*outs])
+    own, width = _split(rows, (hidden_states,)), weight.shape[-1]
+    return torch.cat([convolution(convolve, x, width, shards, dim=-1) for shards, (x,) in own])
 
 
 def _delta(
@@ -236,17 +248,13 @@ def _mamba1(
     return out if z is None else out * silu(z)
 
 
-def _fused(original: Function, rows: Rows, *args: Any, **kwargs: Any) -> None:
-    """Return None, at which a mixer goes on by the functions that are bound."""
-
-
 _BOUND: dict[str, Function] = {
     CONVOLUTION: _convolution,
     DELTA: _delta,
     KIMI: _delta,
     MAMBA2: _mamba2,
     MAMBA1: _mamba1,
-    **dict.fromkeys(FUSED, _fused),
+    **dict.fromkeys(FUSED, lambda *_, **__: None),  # then a mixer goes on by the functions above
 }
 
 

@@ -29,6 +29,8 @@ class States:
     decay_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    gradients: bool
+    """Whether something that makes them needs gradients: all ranks take part in backward, or none."""
 
     def room(self, span: Span) -> Map:
         """Return uninitialised room for the map over a span."""
@@ -41,29 +43,29 @@ class States:
     def signature(self, pass_: str) -> Signature:
         """Return what the ranks must have in common."""
         shapes = f"state {self.state_shape}, decay {self.decay_shape}, {self.dtype}"
-        return {"pass": f"{pass_} of states", "recurrence": self.name, "shapes": shapes}
+        own = {"recurrence": self.name, "shapes": shapes, "needs gradients": str(self.gradients)}
+        return {"pass": f"{pass_} of states", **own}
 
 
 def starts_of(
-    shards: Shards, states: States, decays: Sequence[Tensor], finals: Sequence[Tensor], anchor: Tensor
+    shards: Shards, states: States, decays: Sequence[Tensor], finals: Sequence[Tensor], *roots: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the states before those fragments of this rank that continue a document, and the anchor.
+    """Return the states before those fragments of this rank that continue a document, and an anchor.
+
+    The anchor has no elements. It ties the exchange into the graph of a rank that continues no document.
 
     Args:
         decays: A of each fragment that continues a document and is continued, in the order of the shard.
         finals: B of each fragment that is continued.
-        anchor: a tensor without elements, which ties the exchange into the graph of a rank whose states
-            nobody asks for: its part in the exchange of gradients must be made all the same.
+        roots: all tensors that states are made of: if one needs a gradient, all ranks take part in backward.
     """
-    *starts, anchor = _Scan.apply(shards, states, len(decays), anchor, *decays, *finals)  # type: ignore[no-untyped-call]
+    *starts, anchor = _Scan.apply(shards, states, len(decays), *decays, *finals, *roots)  # type: ignore[no-untyped-call]
     return starts, anchor
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, shards: Shards, states: States, many: int, anchor: Tensor, *maps: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, shards: Shards, states: States, many: int, *maps: Tensor) -> tuple[Tensor, ...]:
         decays, finals = iter(maps[:many]), iter(maps[many:])
         own = [each for each in shards.own if each.last]
         held = {
@@ -75,7 +77,7 @@ class _Scan(torch.autograd.Function):
         starts = [played[Span(each.chain, 0, each.place)].state for each in own if not each.fragment.begins]
         ctx.shards, ctx.states, ctx.many, ctx.own = shards, states, many, tuple(own)
         ctx.save_for_backward(*maps[:many], *starts)
-        return (*(start.clone() for start in starts), anchor.clone())
+        return (*(start.clone() for start in starts), torch.empty(0, device=states.device))
 
     @staticmethod
     @once_differentiable
@@ -96,7 +98,8 @@ class _Scan(torch.autograd.Function):
         behind = {e: played[Span(e.chain, 0, e.last - e.place)].state for e in own if not e.fragment.ends}
         start_of = dict(zip(continuing, starts, strict=True))
         of_decays = [algebra.gradient(behind[e], start_of[e], decay) for e, decay in decay_of.items()]
-        return None, None, None, gradients[-1], *of_decays, *behind.values()
+        of_maps = (None, None, None, *of_decays, *behind.values())
+        return *of_maps, *[None] * (len(ctx.needs_input_grad) - len(of_maps))
 
 
 def _span(each: Own, *, backward: bool = False) -> Span:

@@ -7,8 +7,10 @@ decays. Adapters take the kernel itself, so that one adapter serves all of one s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from burst_mcore.recurrent.maps import ELEMENTWISE, MATRIX, Algebra
 Tensors = tuple[Tensor, ...]
 """Tensors of consecutive tokens, one row a token along `Recurrence.dim`."""
 Shape = tuple[int, ...]
+Kernel = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Recurrence:
     name: str
     algebra: Algebra
     run: Callable[[Tensors, Tensor | None], tuple[Tensor, Tensor]]
-    """(tensors, the state before them; None is zero) -> (outputs, the state behind them). Differentiable."""
+    """(tensors, the state before them; None is zero) -> (outputs, the state behind them). Differentiable, and
+    called with autocast off."""
     decay: Callable[[Tensors], Tensor]
     """A of these tokens. Differentiable."""
     state_shape: Callable[[Tensors], Shape]
@@ -38,19 +42,47 @@ class Recurrence:
     like: int
     """The number of the tensor that is shaped like the outputs."""
     dim: int = 1
+    parameters: Tensors = ()
+    """Further tensors that the kernel works with, if they may need gradients: all ranks have the same."""
 
     def cut(self, tensors: Tensors, rows: range) -> Tensors:
         """Return these rows of all tensors."""
         return tuple(x.narrow(self.dim, rows.start, len(rows)) for x in tensors)
 
 
-def delta_rule(rule: Callable[..., Any], **options: Any) -> Recurrence:
+LAST, LASTS = ("initial_state", "output_final_state"), ("initial_states", "return_final_states")
+"""Keywords by which kernels of fla, and of mamba-ssm, take a state and return one."""
+
+
+@lru_cache(maxsize=256)
+def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
+    """Check that the signature of a kernel names the keywords of states. Raises ValueError.
+
+    transformers wraps kernels, drops the keywords that a kernel does not take, and shows the signature of its
+    own torch code. So the kernel within the wrapper is asked.
+    """
+    closure = inspect.getclosurevars(kernel).nonlocals if inspect.isfunction(kernel) else {}
+    within = closure.get("implementation", kernel)
+    missing = [name for name in names if name not in inspect.signature(within).parameters]
+    if missing:
+        raise ValueError(
+            f"kernel {getattr(within, '__name__', within)} takes no {' and no '.join(missing)}: states could "
+            f"not pass between ranks. Give a kernel whose signature names {' and '.join(names)}"
+        )
+
+
+def _tensors(options: dict[str, Any]) -> Tensors:
+    return tuple(x for x in options.values() if isinstance(x, Tensor))
+
+
+def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
     """Return the recurrence of a (gated, or Kimi's) delta rule, by the signature of fla's chunk kernels.
 
     Its tensors are q, k [B, S, Hk, K], v [B, S, H, V], g and beta. The state is [B, H, K, V].
 
     rule: called as rule(q, k, v, g=, beta=, initial_state=, output_final_state=True, **options).
     """
+    check_states(rule, LAST)
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = x
@@ -71,20 +103,20 @@ def delta_rule(rule: Callable[..., Any], **options: Any) -> Recurrence:
     def state_shape(x: Tensors) -> Shape:
         return (*decay_shape(x)[:3], x[2].shape[-1])
 
-    return Recurrence("delta rule", MATRIX, run, decay, state_shape, decay_shape, like=2)
+    return Recurrence("delta rule", MATRIX, run, decay, state_shape, decay_shape, 2, 1, _tensors(options))
 
 
-def gated(rule: Callable[..., Any], **options: Any) -> Recurrence:
+def gated(rule: Kernel, **options: Any) -> Recurrence:
     """Return the recurrence of linear attention with gates g in log space: of a head, or of its K rows.
 
     Its tensors are q, k [B, S, H, K], v [B, S, H, V], g [B, S, H] or [B, S, H, K]. The state is [B, H, K, V].
 
     rule: called as rule(q, k, v, g, initial_state=, output_final_state=True, **options), as fla's.
     """
+    check_states(rule, LAST)
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        with torch.autocast(x[0].device.type, enabled=False):
-            out, final = rule(*x, initial_state=state, output_final_state=True, **options)
+        out, final = rule(*x, initial_state=state, output_final_state=True, **options)
         return out, final
 
     def decay(x: Tensors) -> Tensor:
@@ -98,24 +130,19 @@ def gated(rule: Callable[..., Any], **options: Any) -> Recurrence:
         _, k, v, _ = x
         return v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]
 
-    return Recurrence("gated linear attention", ELEMENTWISE, run, decay, state_shape, decay_shape, like=2)
+    sizes = state_shape, decay_shape
+    return Recurrence("linear attention", ELEMENTWISE, run, decay, *sizes, 2, 1, _tensors(options))
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    chunk: int = 256,
-    **_: Any,
+    *qkvg: Tensor, initial_state: Tensor | None = None, output_final_state: bool = True, chunk: int = 256
 ) -> tuple[Tensor, Tensor]:
     """fla's chunk_simple_gla in plain torch: S_t = exp(g_t) S_(t-1) + k_t v_t^T, out_t = q_t S_t."""
+    _, k, v, _ = qkvg
     dtype, outs, state = wide(v.dtype), [], initial_state
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
-    for part in zip(*(x.to(dtype).transpose(1, 2).split(chunk, 2) for x in (q, k, v, g)), strict=True):
+    for part in zip(*(x.to(dtype).transpose(1, 2).split(chunk, 2) for x in qkvg), strict=True):
         queries, keys, values, gates = part
         past = gates.cumsum(-1)[..., None]
         seen = queries @ keys.mT * (past - past.mT).tril().exp().tril()
@@ -132,14 +159,10 @@ def elementwise() -> Recurrence:
     """
 
     def run(tensors: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        h, a = (x.to(wide(x.dtype)) for x in tensors)
-        reach = 1
-        while reach < h.shape[1]:  # each token goes on from the one `reach` before it
-            h = h + a * pad(h, (0, 0, reach, 0))[:, :-reach]
-            a = a * pad(a, (0, 0, reach, 0), value=1.0)[:, :-reach]
-            reach *= 2
-        h = h if state is None else h + a * state[:, None]
-        return h.to(tensors[0].dtype), h[:, -1]
+        x, a = tensors
+        zero = x.new_zeros(shape(tensors), dtype=wide(x.dtype))
+        h: Tensor = _LinearUnit.apply(x, a, zero if state is None else state)  # type: ignore[no-untyped-call]
+        return h.to(x.dtype), h[:, -1]
 
     def decay(tensors: Tensors) -> Tensor:
         return tensors[1].to(wide(tensors[1].dtype)).prod(1)
@@ -150,8 +173,36 @@ def elementwise() -> Recurrence:
     return Recurrence("linear unit", ELEMENTWISE, run, decay, shape, shape, like=0)
 
 
+class _LinearUnit(torch.autograd.Function):
+    """Keeps x, a and h alone, and goes back by a scan in reverse: the doublings of forward are not saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, state: Tensor) -> Tensor:
+        h = _doubled(x, a, state)
+        ctx.save_for_backward(a, state, h)
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, state, h = ctx.saved_tensors
+        later = pad(a[:, 1:], (0, 0, 0, 1)).flip(1)  # of h_t's gradient a_(t+1) of the next one's is a part
+        total = _doubled(gradient.flip(1), later, torch.zeros_like(state)).flip(1)
+        before = torch.cat([state[:, None], h[:, :-1]], 1)
+        return total, total * before, total[:, 0] * a[:, 0]
+
+
+def _doubled(x: Tensor, a: Tensor, state: Tensor) -> Tensor:
+    h, a = (y.to(wide(y.dtype)) for y in (x, a))
+    reach = 1
+    while reach < h.shape[1]:  # each token goes on from the one `reach` before it
+        h = h + a * pad(h, (0, 0, reach, 0))[:, :-reach]
+        a = a * pad(a, (0, 0, reach, 0), value=1.0)[:, :-reach]
+        reach *= 2
+    return h + a * state[:, None]
+
+
 def mamba2(
-    scan: Callable[..., Any],
+    scan: Kernel,
     A: Tensor,
     *,
     dt_bias: Tensor | None = None,
@@ -167,6 +218,8 @@ def mamba2(
     scan: called as scan(x, dt, A, B, C, initial_states=, return_final_states=True, ...).
     """
     steps: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    check_states(scan, LASTS)
+    learned = _tensors({**options, "A": A, "dt_bias": dt_bias})
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         hidden, dt, B, C = x
@@ -175,8 +228,7 @@ def mamba2(
         return out, final
 
     def decay(x: Tensors) -> Tensor:
-        dt = _steps(x[1], dt_bias, dt_softplus).clamp(*dt_limit)
-        total = dt.to(wide(dt.dtype)).sum(1)
+        total = _steps(x[1].to(wide(x[1].dtype)), dt_bias, dt_softplus).clamp(*dt_limit).sum(1)
         return (total * A.to(total.dtype)).exp()[..., None, None]
 
     def state_shape(x: Tensors) -> Shape:
@@ -186,16 +238,11 @@ def mamba2(
     def decay_shape(x: Tensors) -> Shape:
         return (*state_shape(x)[:2], 1, 1)
 
-    return Recurrence("Mamba 2", ELEMENTWISE, run, decay, state_shape, decay_shape, like=0)
+    return Recurrence("Mamba 2", ELEMENTWISE, run, decay, state_shape, decay_shape, 0, 1, learned)
 
 
 def mamba1(
-    scan: Callable[..., Any],
-    A: Tensor,
-    *,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    **options: Any,
+    scan: Kernel, A: Tensor, *, delta_bias: Tensor | None = None, delta_softplus: bool = False, **options: Any
 ) -> Recurrence:
     """Return the recurrence of Mamba 1, by the signature of mamba-ssm's selective_scan_fn.
 
@@ -206,6 +253,7 @@ def mamba1(
     scan: called as scan(u, dt, A, B, C, **options), without a gate z.
     """
     bias, columns = None if delta_bias is None else delta_bias[:, None], A.shape[-1]
+    learned = _tensors({**options, "A": A, "delta_bias": delta_bias})
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         u, dt, B, C = (y.to(wide(y.dtype)) for y in x)
@@ -218,8 +266,7 @@ def mamba1(
             )  # columns decay while these are written
             parts.insert(0, (state / _SHORT * (-A * _SHORT * later).exp(), none + _SHORT, eye, eye))
         u, dt, B, C = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-        with torch.autocast(u.device.type, enabled=False):
-            out = scan(u, dt, A, B, C, **options)[..., -x[0].shape[-1] - columns :]
+        out = scan(u, dt, A, B, C, **options)[..., -x[0].shape[-1] - columns :]
         return out[..., :-columns].to(x[0].dtype), out[..., -columns:]
 
     def decay(x: Tensors) -> Tensor:
@@ -229,7 +276,7 @@ def mamba1(
     def state_shape(x: Tensors) -> Shape:
         return (*x[0].shape[:2], columns)
 
-    return Recurrence("Mamba 1", ELEMENTWISE, run, decay, state_shape, state_shape, like=0, dim=2)
+    return Recurrence("Mamba 1", ELEMENTWISE, run, decay, state_shape, state_shape, 0, 2, learned)
 
 
 _SHORT = 2.0**-20

@@ -83,8 +83,13 @@ def test_zigzag_has_two_fragments_a_rank_and_a_document_cuts_them():
 
 
 def test_a_layout_of_single_tokens_and_documents_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="layout striped deals neighbouring tokens to different ranks"):
-        fragments(Layout("striped"), 32, 4)
+    for size in (3, 4):
+        with pytest.raises(
+            ValueError, match="striped deals neighbouring tokens to different ranks"
+        ) as refused:
+            fragments(Layout("striped"), 12 * size, size)
+        advised = Layout.of(str(refused.value).rsplit(" ", 1)[1])
+        assert len(fragments(advised, 1536 * size, size)) == 12 * size
     for ends in ((0, 8), (4, 32), (0, 20, 10, 32)):
         with pytest.raises(ValueError, match="from 0 to the 32 tokens"):
             fragments(Layout("zigzag"), 32, 4, ends)

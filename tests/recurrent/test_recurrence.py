@@ -1,7 +1,8 @@
 """Recurrences and convolutions over shards equal those of each whole document, in values and gradients."""
 
 import random
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -105,13 +106,51 @@ def test_a_linear_unit_is_that_of_its_tokens():
     assert torch.equal(final, h[:, -1])
 
 
-@pytest.mark.parametrize("name", ["linear attention in chunks", "a linear unit", "Mamba 1"])
-def test_states_are_in_float32_also_under_autocast(name):
-    rule, x = RULES[name], tensors(name, dtype=torch.bfloat16)[0]
-    want = rule.run(tuple(each.float() for each in x), None)[1]
-    with torch.autocast("cpu", torch.bfloat16):
-        out, state = rule.run(x, None)
-    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32 and error((state,), (want,)) < 1e-6
+def in_float32(kernel):
+    """A kernel that computes in float32 whatever comes, as those of GPUs do."""
+
+    @wraps(kernel)
+    def run(*x, **options):
+        named = {key: y.float() if isinstance(y, torch.Tensor) else y for key, y in options.items()}
+        return kernel(*(y.float() for y in x), **named)
+
+    return run
+
+
+MADE_WIDE = {
+    "delta rule": delta_rule(in_float32(plain_delta_rule)),
+    "Kimi's delta rule": delta_rule(in_float32(plain_delta_rule)),
+    "a gate of a head": gated(in_float32(gated_linear_attention)),
+    "a gate of each row": gated(in_float32(gated_linear_attention)),
+    "Mamba 2": mamba2(in_float32(chunk_scan), A, D=D, dt_bias=BIAS, dt_softplus=True, dt_limit=(0.01, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_states_and_decays_of_bfloat16_are_in_float32_also_under_autocast(name):
+    """Beside those of the same tensors in float32, of every fragment of 4 ranks."""
+    rule, (x, gradient), errors = MADE_WIDE.get(name, RULES[name]), tensors(name, dtype=torch.bfloat16), []
+
+    def noted(run):
+        def noting(x, *state):
+            found = run(x, *state)
+            with torch.autocast("cpu", enabled=False):
+                want = run(tuple(each.float() for each in x), *state)
+            pair = (found[1], want[1]) if state else (found, want)
+            errors.append(error(*([each.detach()] for each in pair)))
+            assert {each.dtype for each in pair} == {torch.float32}
+            return found
+
+        return noting
+
+    noting = replace(rule, run=noted(rule.run), decay=noted(rule.decay))
+
+    def here(own, shards):
+        with torch.autocast("cpu", torch.bfloat16):
+            return recurrence(noting, own, shards)
+
+    sharded(here, x, gradient, played("contiguous", N, 4), rule.dim)
+    assert len(errors) == 8 and max(errors) < 1e-6  # 3 finals, 2 decays, 3 runs from a state
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -248,3 +287,77 @@ def differing(rank, size):
 
 def test_documents_that_differ_between_ranks_are_refused_on_all():
     processes(2, differing)
+
+
+def learned(name):
+    """(a recurrence, its tensors, its parameters) of which all need gradients."""
+    x = [each.requires_grad_() for each in tensors(name)[0]]
+    if name != "Mamba 2":
+        return RULES[name], x, []
+    own = [each.double().requires_grad_() for each in (A, D, BIAS)]
+    rule = mamba2(chunk_scan, own[0], D=own[1], dt_bias=own[2], dt_softplus=True, dt_limit=(0.01, 2.0))
+    return rule, x, own
+
+
+def alone_trained(rank, size, layout):
+    """The largest error of each tensor's and parameter's gradient, where nothing else needs one."""
+    topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
+    how = {"rank": rank, "size": size, "layout": Layout(layout)}
+    errors = {}
+    for name in ("delta rule", "Mamba 2"):
+        rule, x, own = learned(name)
+        gradient = torch.randn_like(x[rule.like])
+        wants = torch.autograd.grad(rule.run(tuple(x), None)[0], [*x, *own], gradient)
+        for number, (leaf, want) in enumerate(zip([*x, *own], wants, strict=True)):
+            for each in (*x, *own):
+                each.requires_grad_(each is leaf)
+            shards = tuple(shard(each, 1, **how) for each in x)
+            out = recurrence(rule, shards, Shards(topology, how["layout"], N))
+            (found,) = torch.autograd.grad(out, leaf, shard(gradient, 1, **how))
+            torch.distributed.all_reduce(found)
+            errors[name, number] = error((found,), (want,))
+    return errors
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_one_tensor_or_parameter_alone_is_trained(layout):
+    """A rank that only ends documents makes no state, and takes part in backward all the same."""
+    for errors in processes(2, alone_trained, layout, timeout=60):
+        assert len(errors) == 5 + 7 and max(errors.values()) < 1e-11, errors
+
+
+def unnamed(rank, size):
+    """A recurrence that does not name the parameter that is trained: rank 1 makes no state of it."""
+    topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
+    rule, x, (decay, *_) = learned("Mamba 2")
+    own = tuple(shard(each, 1, rank=rank, size=size, layout="contiguous").detach() for each in x)
+    with pytest.raises(ValueError, match=r"needs gradients: True on ranks \[0\], False on ranks \[1\]"):
+        recurrence(replace(rule, parameters=()), own, Shards(topology, Layout("contiguous"), N))
+    return decay.requires_grad
+
+
+def test_a_parameter_that_a_recurrence_does_not_name_is_refused_on_all_ranks():
+    assert processes(2, unnamed) == [True, True]
+
+
+def without_a_state(q, k, v, g, beta, **_):
+    return plain_delta_rule(q, k, v, g=g, beta=beta)
+
+
+def test_a_kernel_that_takes_no_state_or_swallows_one_is_refused_by_name():
+    with pytest.raises(ValueError, match="kernel without_a_state takes no initial_state and no output_final"):
+        delta_rule(without_a_state)
+    with pytest.raises(
+        ValueError, match="takes no initial_state and no output_final_state: states could not"
+    ):
+        gated(lambda q, k, v, g: (v, None))
+    with pytest.raises(ValueError, match="kernel selective_scan takes no initial_states and no return_final"):
+        mamba2(selective_scan, A)
+
+
+def test_a_linear_unit_keeps_three_tensors_for_backward():
+    """x in the dtype of its outputs, a, and h in float32, however long the sequence."""
+    (x, a), kept = (each.requires_grad_() for each in tensors("a linear unit", dtype=torch.bfloat16)[0]), []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda each: each):
+        elementwise().run((x, a), None)
+    assert sum(each.nbytes for each in kept) <= a.nbytes + 2 * x.nbytes * (1 + 1 / N)
