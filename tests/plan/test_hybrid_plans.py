@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
+from test_hybrids import EVERY
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -15,7 +16,7 @@ from burst_mcore import Layout
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.machines import MACHINES
 from burst_mcore.recurrent import kernels
-from burst_mcore.recurrent.bound import mixers_of
+from burst_mcore.recurrent.bound import MIXERS, mixers_of
 from burst_mcore.recurrent.fragments import fragments
 from burst_mcore.recurrent.halo import halo
 from burst_mcore.recurrent.scan import scan
@@ -33,7 +34,7 @@ from burst_plan.step.way import Way, why_not
 
 FAMILIES = (
     "qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear nemotron_h bamba granitemoehybrid falcon_h1 lfm2 "
-    "lfm2_moe olmo_hybrid"
+    "lfm2_moe olmo_hybrid lara_mini"
 ).split()
 QWEN, NEMOTRON = PRESETS["qwen3-next-80b-a3b"], PRESETS["nemotron-h-8b"]
 H100 = MACHINES["H100"]
@@ -61,6 +62,22 @@ def test_parameters_are_those_of_transformers(name):
     norms = 2 * (model.heads - 1) * model.head_dim + (model.kv_heads - model.heads) * model.head_dim
     rest = norms + 2 * model.head_dim if name == "olmo_hybrid" else 0
     assert model.parameters == sum(p.numel() for p in whole.parameters()) - rest
+
+
+def test_every_mixer_that_is_served_is_counted_or_refused():
+    """RecurrentGemma's configuration names its layers in a way of its own: 26 of 26 were taken to attend."""
+    classes = set()
+    for name in EVERY:
+        config = zoo.config_of(name)
+        with torch.device("meta"):
+            mixers = mixers_of(AutoModelForCausalLM.from_config(config)).values()
+        classes |= {type(mixer).__name__ for mixer in mixers}
+        if name in FAMILIES:
+            assert sizes_of(config).mixer.layers == len(mixers) > 0
+        else:
+            with pytest.raises(ValueError, match="of bamba, .*, qwen3_next, are not predicted: "):
+                sizes_of(config)
+    assert classes == {*MIXERS}
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ MIXING = ("linear_attention", "mamba", "conv", "hybrid")
 ALONE = ("mlp", "moe")
 """Layers without a mixer, in models whose other layers have no MLP."""
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
-OTHER_LAYERS = (
-    "mamba_", "ssm_", "linear_", "conv_", "attn_layer_period", "attn_type_list", "attention_chunk_size",
-)  # fmt: skip
+OTHER_LAYERS = ("mamba_", "ssm_", "linear_", "conv", "lru_", "attn_layer_", "attn_type_", "attention_chunk_")
 """How names begin that only models with layers of other kinds have."""
 
 
@@ -127,8 +125,10 @@ def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool
     odd = sorted({*kinds} - known)
     odd += [name for name, value in config.items() if value and name.startswith(OTHER_LAYERS) and not hybrid]
     if odd:
+        hybrids = ", ".join(family for family, own in FAMILIES.items() if "mixer" in own)
         raise ValueError(
-            f"layers other than attention over all tokens or a window are not predicted: {odd[0]}"
+            "layers other than attention over all tokens or a window, and the recurrences or convolutions "
+            f"of {hybrids}, are not predicted: {odd[0]}"
         )
     if kinds and config.get("num_hidden_layers") not in (None, len(kinds)):
         raise ValueError(f"it names the kinds of {len(kinds)} layers, and has {config['num_hidden_layers']}")
