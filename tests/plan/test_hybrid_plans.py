@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +167,21 @@ def test_each_step_of_a_scan_waits_for_its_busiest_rank():
     steps = [max(state, state + decay) / near, state / far, state / near]
     _, seconds = exchanges(mixer, "contiguous", 4096, Ranks(4, 2), rates)["scan of states"]
     assert seconds == pytest.approx(3 * rates.latency + sum(steps), rel=1e-12)
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(2**14, 8), (2**17, 8), (2**18, 32), (2**20, 64)])
+def test_the_table_of_heads_beside_states_follows_from_rates_and_programs(tokens, ranks):
+    """Two all-to-alls, in a node and between nodes at once; further runs at 400 TFLOP/s."""
+    mixer, rates, own = QWEN.mixer, H100.rates, tokens // ranks
+    row = 2 * (2 * 16 * 128 + 2 * 32 * 128 + 2 * 32)  # q, k, v, outputs, gates and beta in 16 bits
+    far = row * own * (ranks - 8) / ranks
+    near = row * own * (ranks - 1) / ranks - far
+    heads = 2 * rates.latency + max(near / rates.link(inter=False), far / rates.link(inter=True))
+    _, scanned = exchanges(mixer, "zigzag", tokens, Ranks(ranks, 8), rates)["scan of states"]
+    more = work(mixer, "zigzag", tokens, ranks).products - work(mixer, "zigzag", tokens, 1).products
+    cells = f"{heads * 1e3:.2f} | {scanned * 1e3:.2f} + {2 * more * own / 4e14 * 1e3:.2f}"
+    page = Path(__file__).parents[2] / "docs" / "features" / "hybrids.md"
+    assert f"| {tokens // 1024}K | {ranks} | {cells} |" in page.read_text().splitlines()
 
 
 def test_a_fragment_in_the_middle_of_a_document_runs_its_kernel_again():
