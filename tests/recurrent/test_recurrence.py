@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout
+from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 from plain import delta_rule as plain_delta_rule
 from plain import gated_linear_attention, selective_scan
 from players import alone, error, played, sharded
@@ -156,6 +157,25 @@ def test_states_and_decays_of_bfloat16_are_in_float32_also_under_autocast(name):
 @pytest.mark.parametrize("name", RULES)
 def test_every_recurrence_in_float32(name):
     assert compared(name, "zigzag", N, 3, (0, 17, N), dtype=torch.float32) < 2e-6
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_two_runs_are_equal_bit_for_bit(name):
+    rule, (x, gradient) = RULES[name], tensors(name, dtype=torch.float32)
+    one, other = (
+        sharded(partial(whole, rule), x, gradient, played("zigzag", N, 4, (0, 5, N), 2), rule.dim)
+        for _ in range(2)
+    )
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(("layout", "size"), [("zigzag", 4), ("contiguous", 5), ("block-striped:15", 3)])
+def test_megatrons_delta_rule_in_torch(layout, size):
+    """In float32, as it computes whatever comes."""
+    kernel, ends = delta_rule(torch_chunk_gated_delta_rule), (0, 7, 8, 101, 120)
+    x, gradient = tensors("delta rule", 120, torch.float32)
+    found = sharded(partial(whole, kernel), x, gradient, played(layout, 120, size, ends))
+    assert error(found, alone(lambda own: kernel.run(own, None)[0], x, gradient, ends)) < 2e-6
 
 
 def drawn(seed, most):

@@ -15,11 +15,7 @@ from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import NAME, current, register
 
 LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
-    "full_attention": None,
-    "sliding_attention": None,
-    "chunked_attention": None,
-    "mlp": None,
-    "moe": None,
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "mlp", "moe")),
     **dict.fromkeys(
         ("linear_attention", "mamba", "hybrid", "conv"),
         lambda model: bind(model, lambda: made.mixing if (made := current()) else None),
@@ -30,6 +26,7 @@ None: transformers' attention interface does, or the layers mix no tokens. Other
 KINDS = {
     "linear_attention": "a state runs along the sequence, by functions not served",
     "hybrid": "attention beside states or convolutions that are not served",
+    "hybrid_sliding": "attention to a window beside states or convolutions that are not served",
     "conv": "neighbouring tokens are mixed",
     "indexed_attention": "attention to keys that an indexer picks",
     "minimax_m3_sparse": "attention to blocks of keys that an indexer picks",
@@ -66,8 +63,11 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
     refuse(*next(reasons, ("", None)))
     register()
     inner.set_attn_implementation(NAME)
-    for binds in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
-        binds(inner)
+    try:
+        for binds in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
+            binds(inner)
+    except ValueError as error:
+        raise RefusedError("model", str(error)) from None
     transformer: nn.Module = inner
     return transformer
 
@@ -106,9 +106,11 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
     served = mixers_of(inner)
     odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (LAYERS[kind] and not served))
     if odd:
-        plain = [kind for kind, binds in LAYERS.items() if binds is None]
         told = ", ".join(f"{kind} ({KINDS[kind]})" if kind in KINDS else kind for kind in odd)
-        yield "model", f"{name} has layers of type {told}; served are {', '.join(plain)}"
+        yield (
+            "model",
+            f"{name} has layers of type {told}; served are {', '.join(LAYERS)}, where their mixers are known",
+        )
     if getattr(inner, "_is_stateful", False) and not served:
         yield "model", f"{name} carries a state along the sequence, beside attention or in its place"
     mixers = [

@@ -2,15 +2,20 @@
 
 import copy
 import sys
+import types
 
 import pytest
 import torch
 from ranks import processes
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from zoo import VOCABULARY, model_of, sharded, worst
 
 from burst_mcore.recurrent import bound
+from burst_mcore.torch import parallelize
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.served import use_burst
 
 EVERY = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"),
@@ -85,6 +90,65 @@ def test_every_hybrid(name, size):
     layouts = [("zigzag", [[64], [64]]), ("contiguous", [[64], [64]])]
     packed = [("zigzag", DOCUMENTS), ("contiguous", DOCUMENTS)]
     check(size, [(name, *cell, number == 2) for number, cell in enumerate([*layouts, *packed])])
+
+
+def partly_trained(rank, size):
+    """Errors of the loss and of the gradient of x_proj, which alone is trained, as by LoRA."""
+    model, batch = model_of("mamba").requires_grad_(False), batch_of([[64], [64]])
+    path = next(path for path, _ in model.named_modules() if path.endswith("x_proj"))
+    model.get_submodule(path).requires_grad_()
+    other = copy.deepcopy(model)
+    loss = sharded(other, batch, layout="contiguous").item() / alone(model, batch, [[64], [64]]) - 1
+    assert getattr(bound._LAYER, "mixing", None) is None, "a layer's sequences are kept behind its forward"
+    found, want = (each.get_submodule(path).weight.grad for each in (other, model))
+    return abs(loss), float((found - want).abs().max() / want.abs().max())
+
+
+def test_one_matrix_alone_is_trained():
+    """Rank 1 ends the sequence: no state is made there that would need gradients."""
+    for errors in processes(2, partly_trained, timeout=120):
+        assert max(errors) < 2e-5
+
+
+def recomputed(rank, size):
+    """Errors of a loop with burst_mcore.torch, by policy of recompute."""
+    torch.use_deterministic_algorithms(False)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model, batch, found = model_of("bamba"), batch_of(DOCUMENTS), {}
+    want = alone(model, batch, DOCUMENTS)
+    for policy in ("full", "attention", "segment"):
+        other = copy.deepcopy(model)
+        other.zero_grad()
+        cp = parallelize(other, mesh, config={"layout": "zigzag"}, reduction="mean", checkpointing=policy)
+        loss = other(**cp.deal(batch)).loss
+        loss.backward()
+        for p in other.parameters():
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= size
+        found[policy] = abs(loss.item() / want - 1), worst(other, model)
+    return found
+
+
+def test_own_loops_with_each_policy_of_recompute():
+    for found in processes(2, recomputed):
+        assert len(found) == 3 and max(map(max, found.values())) < 2e-5, found
+
+
+def test_a_kernel_without_a_state_is_refused_when_a_model_is_prepared(monkeypatch):
+    """transformers' wrapper shows the signature of its torch code, and would drop the state."""
+    package = types.ModuleType("package_of_kernels")
+    package.chunk_scan = lambda hidden_states, dt, A, B, C, chunk_size, D=None: hidden_states
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    model = model_of("bamba")
+    (mixer,) = bound.mixers_of(model).values()
+    module = sys.modules[type(mixer).__module__]
+    plain = getattr(getattr(module, bound.MAMBA2), "replaces", getattr(module, bound.MAMBA2))
+    wraps = use_kernel_func_from_hub_with_fallback("chunk_scan", package.__name__)
+    monkeypatch.setattr(module, bound.MAMBA2, wraps(plain))
+    with pytest.raises(
+        RefusedError, match=r"\(model\): kernel <lambda> takes no initial_states and no return_f"
+    ):
+        use_burst(model, 2)
 
 
 def mutants(rank, size):
