@@ -156,8 +156,10 @@ class Ranges(Term):
     def check(self, n: int) -> None:
         for at in (self.ranges[:, 1::2] > n).any(1).nonzero().flatten().tolist()[:1]:
             q0, q1, k0, k1 = self.ranges[at].tolist()
-            where = f"slice {at} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}),"
-            raise ValueError(f"{where} goes beyond the sequence of {n} tokens")
+            raise ValueError(
+                f"slice {at} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the sequence "
+                f"of {n} tokens"
+            )
 
     def bands(self, n: int) -> Tensor:
         return disjoint(self.slices)
