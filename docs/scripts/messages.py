@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeGuard
 
 from strings import Strings, words
 
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"^<!-- errors of: (.*?) -->\n", re.MULTILINE | re.DOTALL)
 RAISING = re.compile(r"\w*Error$|refuse$|fail$|error$|BadParameter$|[eE]xit$|stderr\.write$|no_argument$")
 """Names of what is called with the text of an error."""
+WHY = re.compile(r"_?(why_no|wrong)")
+"""Names of functions that return the text of an error."""
 INTERNAL = {"burst_plan/explain/verify.py"}
 """Checks of what the package itself made: no user meets their texts."""
 
@@ -77,9 +80,10 @@ def _texts(tree: ast.Module) -> Iterator[str]:
             else:
                 texts = (text for argument in node.args for text in strings.texts(argument))
                 yield from (text for text in texts if words(text) >= 2)
-        elif isinstance(node, ast.FunctionDef) and _says_why(node):
+        elif isinstance(node, ast.FunctionDef):
             returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
-            texts = (text for value in returned for text in strings.texts(value))
+            reasons = returned if _says_why(node) else [each.elts[1] for each in returned if _is_reason(each)]
+            texts = (text for reason in reasons for text in strings.texts(reason))
             yield from (text for text in texts if words(text) >= 2)
 
 
@@ -105,5 +109,16 @@ def _refusals(strings: Strings, call: ast.Call) -> list[str]:
 
 
 def _says_why(function: ast.FunctionDef) -> bool:
-    """Whether a function returns a reason, or None."""
-    return function.returns is not None and ast.unparse(function.returns) == "str | None"
+    """Whether a function returns a reason, or something else where there is none."""
+    returns = "" if function.returns is None else ast.unparse(function.returns)
+    return (
+        "str" in returns.split(" | ")[1:]
+        or returns.startswith("str |")
+        or WHY.match(function.name) is not None
+    )
+
+
+def _is_reason(value: ast.expr) -> TypeGuard[ast.Tuple]:
+    """Whether a value is a pair of nothing and the reason."""
+    pair = isinstance(value, ast.Tuple) and len(value.elts) == 2
+    return pair and ast.unparse(value.elts[0]) == "None"  # type: ignore[attr-defined]

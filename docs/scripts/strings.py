@@ -139,8 +139,8 @@ class Strings:
     def _of_part(self, part: ast.expr) -> list[str]:
         """Return what a part of an f-string may be: itself, or phrases for a value, or "…"."""
         if isinstance(part, ast.FormattedValue):
-            phrases = [text for text in self.texts(part.value) if words(text) >= 3]
-            others = [text for text in self.texts(part.value) if words(text) < 3]
+            phrases = [text for text in self.texts(part.value) if words(text) >= 2]
+            others = [text for text in self.texts(part.value) if words(text) < 2]
             return phrases + ["" if phrases and set(others) == {""} else "…"] * bool(others or not phrases)
         return [str(part.value)]  # type: ignore[attr-defined]
 
@@ -155,8 +155,8 @@ class Strings:
 
 
 def words(text: str) -> int:
-    """Return the number of words of a text."""
-    return sum(re.search(r"[A-Za-z]{2}", word) is not None for word in text.split())
+    """Return the number of words of a text; ring=double is none."""
+    return sum(re.search("[A-Za-z]{2}", word) is not None and "=" not in word for word in text.split())
 
 
 def _name(function: ast.expr) -> str:

@@ -415,6 +415,12 @@ def reasons_of(size):
     yield "model", f"{size} states are carried"
 
 OF_HEADS = "the heads do not divide"
+
+def way_of(row) -> Way | str:
+    return LONG if row.long else f"unknown method; known are {row}"
+
+def predicted(row) -> Prediction:
+    return None, "no preset knows this CPU"
 """
     assert set(messages._texts(ast.parse(source))) == {
         "it takes no … of these",
@@ -429,6 +435,8 @@ OF_HEADS = "the heads do not divide"
         "refused (model): … states are carried",
         "there is no mesh: make one of … ranks, or none",
         "there is no mesh: make one of … ranks",
+        "unknown method; known are …",
+        "no preset knows this CPU",
     }
 
 
