@@ -143,9 +143,7 @@ def draw(
     out: Annotated[
         Path, typer.Option(help="The picture; mask.png and trace.json go to the same folder.")
     ] = Path("timeline.png"),
-    scan: Annotated[
-        bool, typer.Option(help="Print the scan of a delta rule's states, not attention.")
-    ] = False,
+    scan: Annotated[bool, typer.Option(help="Print the scan of a delta rule's states instead.")] = False,
 ) -> None:
     """Draw one pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask.
 

@@ -52,7 +52,8 @@ class Answer:
     def best_of(self, framework: str) -> PredictedStep | None:
         """Return the recommended way among those of a framework."""
         own = [one for one in self.ranked if one.way.framework == framework]
-        return min(_close(own), key=_plain, default=None)
+        as_fast = [one for one in _close(self.ranked) if one in own] or _close(own)
+        return min(as_fast, key=_plain, default=None)
 
     @property
     def reason(self) -> str:
