@@ -66,7 +66,7 @@ def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
     missing = [name for name in names if name not in inspect.signature(within).parameters]
     if missing:
         raise ValueError(
-            f"kernel {getattr(within, '__name__', within)} takes no {' and no '.join(missing)}: states could "
+            f"kernel {getattr(within, '__name__', within)} takes no {' or '.join(missing)}: states could "
             f"not pass between ranks. Give a kernel whose signature names {' and '.join(names)}"
         )
 

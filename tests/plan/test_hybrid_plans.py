@@ -241,6 +241,8 @@ def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
         for tried in (LAYOUTS, UNSCATTERED)
     )
     assert (free.layout, whole.layout) == ("striped", "zigzag")
+    predicted = step(NEMOTRON, replace(WAY, cp=2), 2**17, replace(PLACE, ranks=Ranks(2, 2)), "dilated:64,2")
+    assert predicted.attention.layout == "zigzag"
     words = text(planned("nemotron-h-8b", "128K", "h100:2x8", None, None), 3)
     assert "layers: 4 with attention, 24 with a Mamba 2; each of these has 110 million parameters" in words
     assert "MB of a scan of states and 0.123 MB of a halo (predicted)" in words
