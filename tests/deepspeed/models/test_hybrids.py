@@ -4,6 +4,7 @@ import copy
 import sys
 import types
 
+import installed
 import pytest
 import torch
 from ranks import processes
@@ -147,6 +148,40 @@ def test_a_kernel_without_a_state_is_refused_when_a_model_is_prepared(monkeypatc
     monkeypatch.setattr(module, bound.MAMBA2, wraps(plain))
     with pytest.raises(RefusedError, match=r"\(model\): kernel <lambda> takes no initial_states or return_f"):
         use_burst(model, 2)
+
+
+KERNELS = {
+    "qwen3_next": "gated delta rule",
+    "kimi_linear": "Kimi's delta rule",
+    "mamba": "Mamba 1",
+    "bamba": "Mamba 2",
+    "lfm2": "convolution",
+}
+"""By model, the kernel of a package that its mixers call where the package is installed."""
+
+
+def with_packages(rank, size):
+    """By model: errors of loss and gradients, and the kernels that ran, those of packages."""
+    installed.install()
+    torch.use_deterministic_algorithms(False)
+    found, batch = {}, batch_of(DOCUMENTS)
+    for name in KERNELS:
+        installed.CALLS.clear()
+        model = model_of(name)
+        other = copy.deepcopy(model)
+        loss, ran = sharded(other, batch).item(), {*installed.CALLS}
+        want = alone(model.eval(), batch, DOCUMENTS)  # in training it would call the fused functions
+        found[name] = abs(loss / want - 1), worst(other, model), ran
+    return found
+
+
+@pytest.mark.slow
+def test_kernels_of_installed_packages_run_and_fused_functions_do_not():
+    """In processes of their own: transformers looks for the packages when it imports a model's code."""
+    for found in processes(2, with_packages, start="spawn"):
+        for name, (*errors, ran) in found.items():
+            assert KERNELS[name] in ran and max(errors) < 2e-5, (name, errors, ran)
+        assert len(found) == 5
 
 
 def mutants(rank, size):
