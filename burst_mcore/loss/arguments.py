@@ -72,8 +72,8 @@ class LossCall:
         return Head(weight, bias, self.terms, self.vocabulary, self.ignore_index, chunk, dtype, tokens)
 
 
-def checked(a: LossArguments) -> LossCall:
-    """Return the call if all ranks of its groups make the same call.
+def checked(a: LossArguments, wrong: str | None = None) -> LossCall:
+    """Return the call if all ranks of its groups make the same call. wrong: an error that the caller found.
 
     Raises:
         ValueError: on all of those ranks, if any of them gives what it must not; it names rank and argument.
@@ -81,8 +81,7 @@ def checked(a: LossArguments) -> LossCall:
     groups = [g for g in (a.tp_group, a.cp_group) if isinstance(g, dist.ProcessGroup)]
     groups = [g for g in groups if dist.get_world_size(g) > 1]
     tp_group = a.tp_group if a.tp_group in groups else None
-    numbers, error = [0, 0, 0, 0], _wrong(a, tp_group)
-    valid_tokens = 0
+    numbers, valid_tokens, error = [0, 0, 0, 0], 0, _wrong(a, tp_group) or wrong
     if error is None:
         *labels, negative, valid_tokens = _values(a)
         error = _wrong_weights(a.weights) if negative else None
@@ -302,7 +301,7 @@ def _signature_of_tokens(a: LossArguments) -> Signature:
     sums = torch.stack([checksum(x) for x in tensors]).tolist()
     return {
         "labels": f"labels {[*a.labels.shape]}",
-        "checksums": f"checksums of labels and weights {sums}",
+        "checksums": f"checksums of labels, and of weights or temperatures, {sums}",
         "chunk_tokens": f"chunk_tokens = {a.chunk_tokens}",
         "sequence_parallel": f"sequence_parallel: {a.sequence_parallel}",
     }

@@ -18,10 +18,10 @@ from burst_mcore.layout import Layout, positions
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts import Folded
 from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
-from burst_mcore.torch.statistics import TokenStats, returning_statistics
+from burst_mcore.torch.statistics import TokenStats, divisors_of, returning_statistics
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
-from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
 from burst_mcore.transformers.models.loss import WholeTokens, whole_mean
 from burst_mcore.transformers.models.served import is_of_transformers
 from burst_mcore.transformers.prepare import SEQUENCE, fingerprint, prepare_model
@@ -35,6 +35,7 @@ POLICIES: dict[str, Policy | None] = {
 }
 """Words for recompute; a policy of burst_mcore.checkpointing says more."""
 DIM = "cp"
+NAMED = f'name them, init_device_mesh(..., mesh_dim_names=("dp", "{DIM}")), or give the process group'
 
 
 def parallelize(
@@ -107,9 +108,8 @@ class ContextParallel:
         Raises:
             RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
         """
-        if not isinstance(batch.get("input_ids"), Tensor):
-            raise RefusedError("batch", f"it needs a tensor input_ids; it has {', '.join(map(str, batch))}")
-        return shard_of_whole_batch(batch, self._dealing, self.group)
+        whole = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        return shard_of_whole_batch(whole, self._dealing, self.group)
 
     def loader(
         self, data: Iterable[Any], *, own: bool = False, device: torch.device | str | None = None
@@ -165,18 +165,22 @@ class ContextParallel:
             temperature: divisor of the logits; a number, or one for each token of this rank.
 
         Raises:
-            RefusedError: another model, a loss that is not fused, no shift_labels, odd temperatures.
+            RefusedError: on all ranks: another model, a loss that is not fused, no labels, odd temperatures.
         """
-        if batch.get("shift_labels") is None:
+        labels = on_all_ranks(lambda: self._labels(model, batch, temperature), self.group)
+        with returning_statistics(self.model, temperature):
+            found: Tensor = model(**batch)
+        return TokenStats(*found.view(2, *labels.shape))
+
+    def _labels(self, model: nn.Module, batch: Mapping[str, Any], temperature: Tensor | float) -> Tensor:
+        """Return the labels of a call of `token_stats`, if that is legal."""
+        labels: Tensor | None = batch.get("shift_labels")
+        if labels is None:
             raise RefusedError("labels", "token_stats needs a batch with shift_labels: deal or load it by cp")
         if all(module is not self.model for module in model.modules()):
             raise RefusedError("model", "token_stats takes the model of this parallelize, or its wrapper")
-        labels, shape = tuple(batch["shift_labels"].shape), tuple(getattr(temperature, "shape", ()))
-        if shape not in ((), labels):
-            raise RefusedError("temperature", f"a number, or {labels} as shift_labels, not {shape}")
-        with returning_statistics(self.model, temperature):
-            found: Tensor = model(**batch)
-        return TokenStats(*found.view(2, *labels))
+        refuse("temperature", divisors_of(temperature, labels)[1])
+        return labels
 
     def rollout_stats(self, model: nn.Module, folded: Folded, temperature: float = 1.0) -> TokenStats:
         """Return `token_stats` of folded rollouts, [rollouts, longest], on every rank, with gradients.
@@ -236,7 +240,7 @@ def _read(
     refuse_wrapped(model)
     if is_of_transformers(model):
         refuse_versions("transformers")
-    _refuse_word("loss", loss, LOSSES)
+    settings, policy = options_of(config, loss, checkpointing)
     _refuse_word("reduction", reduction, WORDS)
     if loss == "fused" and not is_of_transformers(model):
         raise RefusedError(
@@ -244,21 +248,24 @@ def _read(
             f'{type(model).__name__} is no causal LM of transformers: pass loss="model", call cp.attention '
             "in its attention layers, and make its loss by cp.whole_loss",
         )
-    if isinstance(checkpointing, str):
-        _refuse_word("checkpointing", checkpointing, POLICIES)
-        checkpointing = POLICIES[checkpointing]
-    elif not isinstance(checkpointing, Policy):
-        _refuse_word("checkpointing", checkpointing, (*POLICIES, "or a policy of burst_mcore.checkpointing"))
-    if checkpointing is not None and not is_of_transformers(model):
+    if policy is not None and not is_of_transformers(model):
         raise RefusedError(
             "checkpointing",
             f"{type(model).__name__} is no model of transformers: use burst_mcore.checkpointing.checkpoint",
         )
+    return _group_of(mesh), settings, policy
+
+
+def options_of(config: Any, loss: Any, checkpointing: Any) -> tuple[BurstConfig, Policy | None]:
+    """Return (configuration, recompute policy) of options of `parallelize`, if they are legal."""
+    _refuse_word("loss", loss, LOSSES)
+    if not isinstance(checkpointing, Policy):
+        _refuse_word("checkpointing", checkpointing, POLICIES, ", or a policy of burst_mcore.checkpointing")
+        checkpointing = POLICIES[checkpointing]
     try:
-        settings = config if isinstance(config, BurstConfig) else BurstConfig(**(config or {}))
+        return config if isinstance(config, BurstConfig) else BurstConfig(**(config or {})), checkpointing
     except (TypeError, ValueError) as error:
         raise RefusedError("config", str(error)) from None
-    return _group_of(mesh), settings, checkpointing
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:
@@ -270,14 +277,16 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
         return mesh.get_group()
     names = mesh.mesh_dim_names or ()
     if DIM not in names:
-        raise RefusedError(
-            "mesh",
-            f"it has the dims {', '.join(names) or 'without names'}, none of them {DIM!r}: give the one "
-            f'whose ranks share sequences, as mesh["{names[-1] if names else DIM}"]',
+        dims = (
+            f"the dims {', '.join(names)}, none of them {DIM!r}"
+            if names
+            else f"{mesh.ndim} dims without names"
         )
+        give = f'give the dim whose ranks share sequences, as mesh["{names[-1]}"]' if names else NAMED
+        raise RefusedError("mesh", f"it has {dims}: {give}")
     return mesh[DIM].get_group()
 
 
-def _refuse_word(name: str, value: Any, legal: Iterable[str]) -> None:
+def _refuse_word(name: str, value: Any, legal: Iterable[str], more: str = "") -> None:
     if value not in [*legal]:
-        raise RefusedError(name, f"it must be one of {', '.join(legal)}, got {value!r}")
+        raise RefusedError(name, f"it must be one of {', '.join(legal)}{more}, got {value!r}")

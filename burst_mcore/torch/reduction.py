@@ -55,7 +55,10 @@ class Reduction:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_ddp(self, *_: Any) -> None:
-        self._ddp = DistributedDataParallel._get_active_ddp_module() or self._ddp
+        active = DistributedDataParallel._get_active_ddp_module()
+        trains = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if active is not None or trains:  # past DDP an evaluation or a recompute changes nothing
+            self._ddp = active
 
     def _reduced_by_ddp(self) -> bool:
         if self._ddp is None:

@@ -24,6 +24,7 @@ from burst_mcore.loss.products import Products
 from burst_mcore.loss.rows import LOW
 from burst_mcore.loss.terms import ENTROPY, LABEL, LSE
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.words import brief
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -46,7 +47,8 @@ def token_statistics(
     Args:
         hidden, weight, labels, bias, ignore_index, softcap, tp_group, chunk_tokens: As
             `fused_linear_cross_entropy` has them.
-        temperature: A number above 0, or one for each token, in the shape of labels. It gets no gradient.
+        temperature: A number above 0, or one for each token, in the shape of labels; that of an ignored label
+            is not read. It gets no gradient.
 
     Raises:
         ValueError: on every rank of tp_group, if an argument of any of them is not as above.
@@ -55,13 +57,16 @@ def token_statistics(
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     terms: dict[str, Any] = {"z_loss": 0.0, "label_smoothing": 0.0, "softcap": softcap, "temperature": 1.0}
+    divisors, wrong = divisors_of(temperature, labels, ignore_index)
     call = checked(
         LossArguments(
-            hidden, weight, labels, None, bias, ignore_index, "none", terms, tp_group, None,
+            hidden, weight, labels, divisors, bias, ignore_index, "none", terms, tp_group, None,
             False, chunk_tokens, torch.float32, None, False,
-        )
+        ),
+        wrong,
     )  # fmt: skip
-    divisors = _divisors(temperature, labels, wide(hidden.dtype))
+    assert divisors is not None
+    divisors = divisors.to(wide(hidden.dtype)).reshape(-1)
     with torch.autocast(hidden.device.type, enabled=False):
         both: Tensor = _Statistics.apply(hidden, weight, bias, labels, divisors, call)  # type: ignore[no-untyped-call]
     return both[0].view(labels.shape), both[1].view(labels.shape)
@@ -109,17 +114,23 @@ def _of_head(
     return torch.stack(token_statistics(hidden, weight, labels, each, **known))
 
 
-def _divisors(temperature: Tensor | float, labels: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the temperature of each token, [tokens]."""
-    each = torch.as_tensor(temperature, dtype=dtype, device=labels.device).detach()
-    if each.dim() and each.shape != labels.shape:
-        raise ValueError(
-            f"temperature must be a number, or one for each label, {tuple(labels.shape)}, "
-            f"got {tuple(each.shape)}"
-        )
-    if not bool(((each > 0) & each.isfinite()).all()):
-        raise ValueError(f"temperature must be finite and above 0, got {float(each.min())}")
-    return each.expand(labels.shape).reshape(-1)
+def divisors_of(
+    temperature: Tensor | float, labels: Tensor, ignore_index: int = -100
+) -> tuple[Tensor | None, str | None]:
+    """Return (the temperature of each label, 1 where that is ignored; None), or (None, what is wrong)."""
+    legal = "temperature must be a number, or one for each label"
+    try:
+        each = torch.as_tensor(temperature, dtype=torch.float64, device=labels.device).detach()
+        shape = tuple(labels.shape)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None, f"{legal}, got {brief(temperature)}"
+    if each.dim() and each.shape != shape:
+        return None, f"{legal}, {shape}, got {tuple(each.shape)}"
+    each = each.where(labels != ignore_index, 1.0)  # padding, for which a batch's column has 0
+    odd = each[~((each > 0) & each.isfinite())]
+    if len(odd):
+        return None, f"temperature must be finite and above 0, got {odd[0].item()}"
+    return each, None
 
 
 class _Statistics(torch.autograd.Function):

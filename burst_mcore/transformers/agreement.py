@@ -15,8 +15,8 @@ MOST = 4
 """Ranks whose errors are named, at most."""
 
 
-def on_all_ranks(do: Callable[[], T]) -> T:
-    """Return `do()`, if it succeeds on every rank. Collective over all ranks.
+def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return `do()`, if it succeeds on every rank. Collective over all ranks, or over those of a group.
 
     `do` may itself be collective over a group of ranks, if it fails on all of them or on none.
 
@@ -29,7 +29,7 @@ def on_all_ranks(do: Callable[[], T]) -> T:
         result = do()
     except Exception as error:  # of any kind: the others must not wait for this rank
         problem = error
-    claims = _claims(Claim({}, None if problem is None else f"{problem}" or type(problem).__name__))
+    claims = _claims(Claim({}, None if problem is None else f"{problem}" or type(problem).__name__), group)
     if problem is not None:
         raise problem
     failed = [(rank, claim) for rank, claim in claims.items() if claim.error is not None]
@@ -46,6 +46,6 @@ def refuse_differences(name: str, mine: Any) -> None:
         raise RefusedError(name, f"rank 0 has {values[0]}, rank {other} has {values[other]}")
 
 
-def _claims(mine: Claim) -> dict[int, Claim]:
-    group = dist.group.WORLD
+def _claims(mine: Claim, group: dist.ProcessGroup | None = None) -> dict[int, Claim]:
+    group = group or dist.group.WORLD
     return {0: mine} if group is None else claims_of([group], mine)

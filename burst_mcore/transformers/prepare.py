@@ -98,7 +98,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
             patch_causal_lm(inner)
         except ValueError as error:
             raise RefusedError(
-                "loss", f'{error}. With "fused_loss": false in the section the loss is left to the model'
+                "loss", f'{error}. The model\'s own loss: "fused_loss": false in the section, or loss="model"'
             ) from None
     attach_checkpointing(inner, recompute)
     return loss

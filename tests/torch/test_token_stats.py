@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from burst_mcore.torch import parallelize, token_statistics
 
-TEMPERATURE, TOKENS = 0.7, 37
+TOKENS = 37
 
 
 def _plain(logits, labels, temperature, softcap=None):
@@ -90,6 +90,39 @@ def test_temperatures_that_are_none(temperature):
         token_statistics(hidden, weight, labels, temperature)
 
 
+@pytest.mark.parametrize("temperature", [[0.0, 2.0, float("nan")], [1.0, 2.0, float("inf")]])
+def test_temperatures_of_ignored_labels_are_not_read(temperature):
+    (hidden, weight, _), labels, *_ = _head()
+    temperature = torch.tensor(temperature * 3).expand(2, 9)
+    legal = (temperature > 0) & temperature.isfinite()
+    kept = torch.where(legal, labels, -100)
+    want = token_statistics(hidden, weight, kept, temperature.where(legal, 1.0))
+    torch.testing.assert_close(token_statistics(hidden, weight, kept, temperature), want, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="temperature must be finite and above 0, got (nan|inf)"):
+        token_statistics(hidden, weight, labels, temperature)
+
+
+def _of_other_temperatures(rank, size):
+    (hidden, weight, _), labels, temperature, _ = _head()
+    errors = []
+    for mine in (-1.0 if rank else 1.0, "cold" if rank else 1.0, 1.0 + rank, temperature + rank):
+        with pytest.raises(ValueError, match="rank") as caught:
+            rows = weight.detach()[rank * 12 :][:12]
+            token_statistics(hidden, rows, labels, mine, tp_group=torch.distributed.group.WORLD)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_temperatures_are_those_of_all_ranks():
+    wanted = (
+        "rank 1: temperature must be finite and above 0, got -1.0",
+        "rank 1: temperature must be a number, or one for each label, got 'cold'",
+        *["ranks make different calls: ranks [0]: checksums of labels, and of weights or temperatures"] * 2,
+    )
+    for errors in processes(2, _of_other_temperatures):
+        assert all(error.startswith(text) for error, text in zip(errors, wanted, strict=True)), errors
+
+
 def _over_a_vocabulary(rank, size):
     (hidden, weight, bias), labels, temperature, upstream = _head(vocabulary=9 if size == 4 else 23)
     rows = -(-len(weight) // size)
@@ -123,7 +156,8 @@ def _batch():
     labels[:, :9] = -100  # the prompt
     old = torch.randn(2, TOKENS, generator=generator) * 0.1
     advantages = torch.tensor([[0.7], [-0.4]]).expand(-1, TOKENS)
-    return ids, labels, old, advantages
+    temperature = torch.rand(2, TOKENS, generator=generator) + 0.5
+    return ids, labels, old, advantages, temperature
 
 
 def _policy_loss(log_p, entropy, old, advantages, real):
@@ -134,11 +168,11 @@ def _policy_loss(log_p, entropy, old, advantages, real):
 
 
 def _policy_of_one(kind):
-    ids, labels, old, advantages = _batch()
+    ids, labels, old, advantages, temperature = _batch()
     model = model_of(**kind)
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     logits = model(input_ids=ids, use_cache=False).logits
-    log_p, entropy = _plain(logits, shifted, torch.tensor(TEMPERATURE).expand(shifted.shape))
+    log_p, entropy = _plain(logits, shifted, temperature)
     loss = _policy_loss(log_p, entropy, old, advantages, shifted >= 0)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
@@ -146,17 +180,18 @@ def _policy_of_one(kind):
 
 def _policy(rank, size, names, kind, whole):
     logging.getLogger("burst_mcore").setLevel("ERROR")
-    ids, labels, old, advantages = _batch()
+    ids, labels, old, advantages, temperature = _batch()
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     model = model_of(**kind)
     if "tp" in names:
         tensor_parallel(model, mesh["tp"])
     cp = parallelize(model, mesh["cp"])
     fully_shard(model, mesh=mesh["cp"])
-    batch = cp.deal({"input_ids": ids, "labels": labels, "old": old, "advantages": advantages})
-    mine = {name: batch.pop(name) for name in ("old", "advantages")}
+    own = {"old": old, "advantages": advantages, "temperature": temperature}  # padded as the tokens are
+    batch = cp.deal({"input_ids": ids, "labels": labels, **own})
+    mine = {name: batch.pop(name) for name in own}
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    log_p, entropy = cp.token_stats(model, batch, TEMPERATURE)
+    log_p, entropy = cp.token_stats(model, batch, mine.pop("temperature"))
     if whole:  # every rank makes the loss of all tokens
         log_p, entropy = cp.gather(log_p, TOKENS), cp.gather(entropy, TOKENS)
         loss = _policy_loss(log_p, entropy, old, advantages, shifted >= 0)

@@ -10,6 +10,7 @@ from ranks import processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.data.batches import prepared
@@ -31,16 +32,19 @@ def _meshes():
 def _arguments(rank, size):
     mesh, model, plain = _meshes(), model_of(), torch.nn.Linear(2, 2)
     parallelize(model, mesh)  # the dim is called "cp"
-    sharded = fully_shard(model_of(), mesh=mesh["cp"])
+    sharded, odd = fully_shard(model_of(), mesh=mesh["cp"]), model_of()
+    odd.lm_head = torch.nn.Sequential(odd.lm_head)
     return [
         _named(lambda: parallelize(model_of(), mesh._flatten("all"), loss="fussed")),
         _named(lambda: parallelize(model_of(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp")))),
+        _named(lambda: parallelize(model_of(), init_device_mesh("cpu", (1, 2)))),
         _named(lambda: parallelize(model_of(), "cp")),
         _named(lambda: parallelize(model, mesh["cp"])),
         _named(lambda: parallelize(torch.nn.Sequential(model), mesh["cp"])),
         _named(lambda: parallelize(sharded, mesh["cp"])),
         _named(lambda: parallelize(DistributedDataParallel(plain), mesh["cp"], loss="model")),
         _named(lambda: parallelize(plain, mesh["cp"])),
+        _named(lambda: parallelize(odd, mesh["cp"])),
         _named(lambda: parallelize(plain, mesh["cp"], loss="model", checkpointing="full")),
         _named(lambda: parallelize(model_of(), mesh["cp"], config={"lay_out": "striped"})),
         _named(lambda: parallelize(model_of(), mesh["cp"], checkpointing="some")),
@@ -54,15 +58,17 @@ def test_arguments():
     want = [
         r"refused \(loss\): it must be one of fused, model, got 'fussed'",
         r"refused \(mesh\): it has the dims dp, sp, none of them 'cp'.*mesh\[\"sp\"\]",
+        r"refused \(mesh\): it has 2 dims without names: name them.*mesh_dim_names=\(\"dp\", \"cp\"\)",
         r"refused \(mesh\): give the dim of a DeviceMesh, mesh\[\"cp\"\], got 'cp'",
         r"refused \(model\): it was prepared before",
         r"refused \(model\): it was prepared before",
         r"refused \(order\): call parallelize\(model, ...\) first, then fully_shard or DDP",
         r"refused \(order\)",
         r"refused \(loss\): Linear is no causal LM of transformers: pass loss=\"model\"",
+        r"refused \(loss\): output embeddings of LlamaForCausalLM must be .* or loss=\"model\"",
         r"refused \(checkpointing\): Linear",
         r"refused \(config\): .*lay_out.*layout",
-        r"refused \(checkpointing\): it must be one of none, full, attention, segment, got 'some'",
+        r"refused \(checkpointing\): it must be one of none, full, attention, segment, or a .*, got 'some'",
         r"refused \(reduction\): it must be one of auto, mean, sum",
         r"refused \(model\): rank 0 has .* of 12 parameters .*, rank 1 has .* of 21 parameters",
         r"refused \(configuration\): rank 0 has",
@@ -78,6 +84,17 @@ def test_no_mesh_is_refused_by_name_before_any_process_group(mesh):
     with pytest.raises(RefusedError) as caught:
         parallelize(model_of(), mesh)
     assert str(caught.value) == f'refused (mesh): give the dim of a DeviceMesh, mesh["cp"], got {mesh!r}'
+
+
+class Recomputed(torch.nn.Module):
+    """A model whose forward is made again in backward, where DDP does not know of it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, outer, batch):
+        return checkpoint(lambda _: self.model(**batch).loss, outer, use_reentrant=True)
 
 
 def _in_training(rank, size):
@@ -99,7 +116,10 @@ def _in_training(rank, size):
     found += [_named(lambda: partly(**cp.deal(batch)).loss.backward())]
     found += [
         _named(lambda: cp.deal({"input_ids": ids + rank, "labels": ids})),
-        _named(lambda: cp.deal({"labels": ids})),
+        _named(lambda: cp.deal({"input_ids": ids} if rank else {"labels": ids})),
+        _named(lambda: cp.deal({"input_ids": ids.double()} if rank else None)),
+        _named(lambda: cp.deal({"input_ids": ids, "advantages": ids + rank})),
+        _named(lambda: cp.deal({"input_ids": ids, "of_rows": torch.ones(1) + rank})),
         _named(lambda: bare(input_ids=ids, labels=ids)),
     ]
     striped = model_of()
@@ -113,22 +133,33 @@ def _in_training(rank, size):
     found += [
         _named(lambda: cp.token_stats(model_of(), cp.deal(batch))),
         _named(lambda: cp.token_stats(bare, cp.deal(batch), temperature=torch.ones(20, 1))),
+        _named(lambda: cp.token_stats(bare, cp.deal(batch), temperature=-1.0 if rank else 1.0)),
         _named(lambda: cp.deal({**batch, "labels": [[1], [2, 3]]})),
         _named(lambda: bare(**cp.deal({**batch, "labels": odd}))),
         _named(lambda: bare(**cp.deal({"input_ids": odd}))),
     ]
-    lists = {**batch, "labels": ids.tolist(), "cu_seqlens": [0, 15, 40]}
+    lists = {"input_ids": ids.tolist(), "labels": ids.tolist(), "cu_seqlens": [0, 15, 40]}
     tensors = cp.deal({name: torch.as_tensor(x) for name, x in lists.items()})
     assert all(torch.equal(x, tensors[name]) for name, x in cp.deal(lists).items())
     for documents in ([], [0, 3.7, 9], torch.tensor([1, 9]), range(0)):
         with pytest.raises(ValueError, match="cu_seqlens must be"):
             cp.mask(documents=documents)
+    trained, outer = model_of(), torch.zeros((), requires_grad=True)
+    by_ddp = parallelize(trained, mesh["cp"])
+    engine, mine = DistributedDataParallel(Recomputed(trained)), by_ddp.deal(batch)
+    engine(outer, mine).backward()
+    trained.zero_grad()
+    found += [_named(lambda: trained(**mine).loss.backward())]  # past DDP, which was there before
+    loss = engine(outer, mine)
+    with torch.no_grad():
+        trained(**mine)  # an evaluation past DDP, before the backward
+    loss.backward()
     summed = model_of()
     by_hand = parallelize(summed, mesh["cp"], reduction="sum")
     summed(**by_hand.deal(batch)).loss.backward()
     gradient = summed.lm_head.weight.grad
     torch.distributed.all_reduce(gradient)
-    return found, gradient
+    return found, gradient, trained.lm_head.weight.grad
 
 
 def test_in_training():
@@ -137,24 +168,36 @@ def test_in_training():
         "refused (reduction): the mesh of fully_shard has not all ranks of cp",
         "refused (reduction): nothing reduces lm_head.weight",
         "refused (batch): ranks of a sequence group were given different whole batches",
-        "refused (batch): it needs a tensor input_ids; it has labels",
+        (
+            "refused (batch): input_ids must be a tensor of integers [rows, tokens], got None",
+            "refused (another rank): rank 0 of the sequence group has no batch",
+        ),
+        "refused (batch): input_ids must be a tensor of integers [rows, tokens], got ",
+        "refused (batch): ranks of a sequence group were given different whole batches",
+        "refused (batch): ranks of a sequence group were given different whole batches",
         "refused (position_ids): a forward over sharded sequences needs",
         "refused (position_ids): they must go on by one, or start again at 0",
         "refused (loss): the model's loss is not fused",
         "refused (labels): token_stats needs a batch",
         "refused (model): token_stats takes the model of this",
-        "refused (temperature): a number, or (1, 20) as shift_labels, not (20, 1)",
+        "refused (temperature): temperature must be a number, or one for each label, (1, 20), got (20, 1)",
+        (
+            "refused (temperature): temperature must be finite and above 0, got -1.0",
+            "refused (another rank): rank 1",
+        ),
         "refused (batch): labels must be a tensor, or lists of numbers",
         ("refused (labels): tokens and labels must be in [0, 61)", "refused (another rank): ranks [0]"),
         ("refused (labels): tokens and labels must be in [0, 61)", "refused (another rank): ranks [0]"),
+        "refused (reduction): nothing reduces model.embed_tokens.weight",
     ]
     ids = dataset(1, tokens=40)[0]["input_ids"][None]
     model = model_of()
     model(input_ids=ids, labels=ids).loss.backward()
-    for errors, gradient in processes(2, _in_training):
+    for errors, *gradients in processes(2, _in_training):
         for text, error in zip(want, errors, strict=True):
             assert error.startswith(text), error
-        torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=2e-5, atol=1e-6)
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=2e-5, atol=1e-6)
 
 
 def test_labels_that_were_shifted_before():

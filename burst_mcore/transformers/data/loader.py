@@ -189,7 +189,8 @@ def shard_of_whole_batch(
         RefusedError: on all ranks, where a rank's batch is not legal or differs.
     """
     batch = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) or name in READ}
-    dealer = ShardedLoader((), group=group, device=arguments["input_ids"].device, **dealing)
+    device = getattr(arguments.get("input_ids"), "device", "cpu")
+    dealer = ShardedLoader((), group=group, device=device, **dealing)
     dealer.from_caller = True
     (whole,) = dealer.agreed(lambda: batch)
     return {**{n: x for n, x in arguments.items() if n not in batch}, **dealer._part(whole)}
