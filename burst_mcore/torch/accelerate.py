@@ -8,36 +8,51 @@ those of tensor parallelism, which the Trainer knows how to count.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import wraps
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from burst_mcore.checkpointing import Policy
+from burst_mcore.config import BurstConfig
 from burst_mcore.loss import unpatched
-from burst_mcore.torch.parallel import parallelize
+from burst_mcore.torch.parallel import options_of, parallelize
+from burst_mcore.transformers.accelerate.gathered import applied, is_of_tensors
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
+from burst_mcore.wrap import around
 
 _originals: dict[tuple[Any, str], Any] = {}
 
 
-def replace_context_parallel(**options: Any) -> None:
+def replace_context_parallel(
+    *,
+    config: BurstConfig | Mapping[str, Any] | None = None,
+    loss: str = "fused",
+    checkpointing: Policy | str = "none",
+) -> None:
     """Make Accelerate and the Trainer use BurstAttention where cp_size asks for torch's context parallelism.
 
     Call it before Accelerator or Trainer prepare a model; `python -m burst_mcore.torch SCRIPT` does it for an
     unchanged script. A second call replaces the options; `restore_context_parallel` takes it back.
 
     Args:
-        options: of `parallelize`: config, loss, checkpointing.
+        config, loss, checkpointing: as `parallelize` has them.
+
+    Raises:
+        RefusedError: one of them is not legal.
     """
-    _options.clear()
-    _options.update(options)
-    for owner, name, replacing in _places():
-        if (owner, name) not in _originals:
-            own = _originals[owner, name] = getattr(owner, name)
-            setattr(owner, name, replacing(own))
+    options_of(config, loss, checkpointing)
+    _options.update(config=config, loss=loss, checkpointing=checkpointing)
+    for place in _places():
+        _replace(*place)
+
+
+def _replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
+    if (owner, name) not in _originals:
+        own = _originals[owner, name] = getattr(owner, name)
+        setattr(owner, name, replacing(own))
 
 
 def restore_context_parallel() -> None:
@@ -72,18 +87,14 @@ def _cp_size(accelerator: Any) -> int:
     return 1 if parallelism is None else int(parallelism.cp_size)
 
 
-def _preparing(own: Any) -> Any:
+@around
+def _preparing(_: Any, self: Any, *args: Any) -> Any:
     """Accelerator._prepare_cp: the model is prepared, and no context cuts buffers."""
-
-    @wraps(own)
-    def _prepare_cp(self: Any, *args: Any) -> Any:
-        for model in args:
-            if isinstance(model, nn.Module):
-                _prepare(model, self)
-        self._cp_context = lambda **_: nullcontext()
-        return args
-
-    return _prepare_cp
+    for model in args:
+        if isinstance(model, nn.Module):
+            _prepare(model, self)
+    self._cp_context = lambda **_: nullcontext()
+    return args
 
 
 def _prepare(model: nn.Module, accelerator: Any) -> None:
@@ -92,116 +103,77 @@ def _prepare(model: nn.Module, accelerator: Any) -> None:
         sequence_of(model).deals = True
 
 
-def _with_references(own: Any) -> Any:
+@around
+def _with_references(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Trainer.__init__: reference models, which TRL puts under FSDP past Accelerate, are prepared as well."""
-
-    def preparing(prepare_fsdp: Any) -> Any:
-        @wraps(prepare_fsdp)
-        def prepared(model: Any, accelerator: Any, *args: Any) -> Any:
-            if _cp_size(accelerator) > 1:
-                _prepare(model, accelerator)
-            return prepare_fsdp(model, accelerator, *args)
-
-        return prepared
-
-    @wraps(own)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the method that it stands for
-        modules: list[tuple[str, Any]] = [*sys.modules.items()]
-        for name, module in modules:
-            if name.startswith("trl.trainer.") and "prepare_fsdp" in vars(module):
-                if (module, "prepare_fsdp") not in _originals:
-                    fsdp = _originals[module, "prepare_fsdp"] = module.prepare_fsdp
-                    module.prepare_fsdp = preparing(fsdp)
-        own(self, *args, **kwargs)
-
-    return __init__
+    modules: list[tuple[str, Any]] = [*sys.modules.items()]
+    for name, module in modules:
+        if name.startswith("trl.trainer.") and "prepare_fsdp" in vars(module):
+            _replace(module, "prepare_fsdp", _preparing_reference)
+    init(self, *args, **kwargs)
 
 
-def _of_one_rank_each(own: Any) -> Any:
+@around
+def _preparing_reference(prepare_fsdp: Any, model: Any, accelerator: Any, *args: Any) -> Any:
+    if _cp_size(accelerator) > 1:
+        _prepare(model, accelerator)
+    return prepare_fsdp(model, accelerator, *args)
+
+
+@around
+def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Accelerator.gather_for_metrics: of ranks that report of one batch, the first counts."""
+    size = _cp_size(self)
+    if size == 1:
+        return own(self, input_data, use_gather_object)
+    if not is_of_tensors(input_data):
+        raise RefusedError("gather_for_metrics", "under cp_size only tensors are gathered")
+    alike, state = size * int(self.parallelism_config.tp_size), self.gradient_state
 
-    @wraps(own)
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        size = _cp_size(self)
-        if size == 1:
-            return own(self, input_data, use_gather_object)
-        from accelerate.utils.operations import recursively_apply
+    def leaders(each: Tensor) -> Tensor:
+        rows = 1 if each.dim() == 0 else len(each)
+        first: Tensor = self.gather(each).unflatten(0, (-1, alike, rows))[:, 0].flatten(0, 1)
+        return first[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else first
 
-        alike = size * int(self.parallelism_config.tp_size)
-        try:
-            recursively_apply(lambda each: each, input_data, error_on_other_type=True)
-        except TypeError:
-            raise RefusedError("gather_for_metrics", "under cp_size only tensors are gathered") from None
-
-        def leaders(each: Any) -> Any:
-            rows = 1 if each.dim() == 0 else len(each)
-            every = self.gather(each).unflatten(0, (-1, alike, rows))
-            return every[:, 0].flatten(0, 1)
-
-        gathered = recursively_apply(leaders, input_data)
-        state = self.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:
-            return recursively_apply(lambda each: each[: state.remainder], gathered)
-        return gathered
-
-    return gather_for_metrics
+    return applied(leaders, input_data)
 
 
-def _whole_inputs(own: Any) -> Any:
+@around
+def _whole_inputs(own: Any, self: Any, model: Any, inputs: Any) -> Any:
     """Trainer._prepare_context_parallel_inputs: batches stay whole; their model deals them."""
-
-    @wraps(own)
-    def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> tuple[Any, Any]:
-        if _cp_size(self.accelerator) > 1:
-            return nullcontext, inputs
-        context_and_inputs: tuple[Any, Any] = own(self, model, inputs)
-        return context_and_inputs
-
-    return _prepare_context_parallel_inputs
+    return (nullcontext, inputs) if _cp_size(self.accelerator) > 1 else own(self, model, inputs)
 
 
-def _ranks_of_a_batch(own: Any) -> Any:
+@around
+def _ranks_of_a_batch(own: Any, self: Any) -> int:
     """Trainer.get_tp_size: ranks that have the same batch, and return the same loss of it."""
-
-    @wraps(own)
-    def get_tp_size(self: Any) -> int:
-        return int(own(self)) * _cp_size(self.accelerator)
-
-    return get_tp_size
+    return int(own(self)) * _cp_size(self.accelerator)
 
 
-def _labels(own: Any) -> Any:
+@around
+def _labels(own: Any, self: Any, batches: Any, device: Any) -> Any:
     """Trainer._get_num_items_in_batch: of this rank's sequences, where those of all ranks are not asked for.
 
     That number is not divided by the ranks of a batch, and an evaluation's loss is that of one process.
     """
-
-    @wraps(own)
-    def _get_num_items_in_batch(self: Any, batches: Any, device: Any) -> Any:
-        everywhere = self.args.average_tokens_across_devices
-        if _cp_size(self.accelerator) == 1 or (everywhere and self.model.training):
-            return own(self, batches, device)
-        self.args.average_tokens_across_devices = False
-        try:
-            number = own(self, batches, device)
-        finally:
-            self.args.average_tokens_across_devices = everywhere
-        # Where losses are scaled by the replicas, an evaluation's must not be.
-        times = self.accelerator.num_processes if everywhere else self.get_tp_size()
-        return None if number is None else number * times
-
-    return _get_num_items_in_batch
+    everywhere = self.args.average_tokens_across_devices
+    if _cp_size(self.accelerator) == 1 or (everywhere and self.model.training):
+        return own(self, batches, device)
+    self.args.average_tokens_across_devices = False
+    try:
+        number = own(self, batches, device)
+    finally:
+        self.args.average_tokens_across_devices = everywhere
+    # Where losses are scaled by the replicas, an evaluation's must not be.
+    times = self.accelerator.num_processes if everywhere else self.get_tp_size()
+    return None if number is None else number * times
 
 
-def _with_logits(own: Any) -> Any:
+@around
+def _with_logits(
+    own: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+) -> Any:
     """Trainer.prediction_step: where predictions are asked for, the model makes its logits."""
-
-    @wraps(own)
-    def prediction_step(
-        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
-        asks = _cp_size(self.accelerator) > 1 and not prediction_loss_only
-        with unpatched(self.model) if asks else nullcontext():
-            return own(self, model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-
-    return prediction_step
+    asks = _cp_size(self.accelerator) > 1 and not prediction_loss_only
+    with unpatched(self.model) if asks else nullcontext():
+        return own(self, model, inputs, prediction_loss_only, ignore_keys=ignore_keys)

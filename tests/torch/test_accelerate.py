@@ -11,7 +11,7 @@ from loops import whole_weights
 from ranks import processes
 from trl_data import preferences, texts, tokenizer
 
-from burst_mcore.torch import replace_context_parallel
+from burst_mcore.torch import RefusedError, replace_context_parallel, restore_context_parallel
 from burst_mcore.transformers.data.batches import collated
 
 pytest.importorskip("accelerate")
@@ -105,6 +105,26 @@ def _held(folder, ranks, *cases):
             for name, values in want.items():
                 assert said[name] == pytest.approx(values, rel=2e-4), name
             assert worst(weights, theirs) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"layout": "striped"}, "unexpected keyword argument 'layout'"),
+        ({"config": {"lay_out": "striped"}}, r"refused \(config\): .*lay_out"),
+        ({"loss": "fussed"}, r"refused \(loss\): it must be one of fused, model, got 'fussed'"),
+        ({"checkpointing": "some"}, r"refused \(checkpointing\): it must be one of none, full"),
+    ],
+)
+def test_options_that_are_none(options, error):
+    """They are refused by the call, and nothing is replaced."""
+    from accelerate import Accelerator
+
+    restore_context_parallel()
+    own = Accelerator._prepare_cp
+    with pytest.raises((TypeError, RefusedError), match=error):
+        replace_context_parallel(**options)
+    assert Accelerator._prepare_cp is own
 
 
 def test_a_trainer(tmp_path):

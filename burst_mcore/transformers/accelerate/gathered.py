@@ -27,7 +27,7 @@ def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_ob
     if loader is None:
         return own(self, input_data, use_gather_object)
     once = not loader.deals or _evaluates(self, loader)
-    if use_gather_object or not _is_of_tensors(input_data):
+    if use_gather_object or not is_of_tensors(input_data):
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, list(input_data))
         if not once:
@@ -36,7 +36,7 @@ def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_ob
         return [x for group, part in leaders for x in part[: loader.of_the_dataset(group, len(part))]]
     if not once:
         return self.gather(input_data)
-    return _applied(lambda x: _of_leaders(x, loader), whole(input_data, loader))
+    return applied(lambda x: _of_leaders(x, loader), whole(input_data, loader))
 
 
 @around
@@ -45,7 +45,7 @@ def gathering_all(own: Callable[..., Any], self: Any, tensor: Any) -> Any:
     loader = adapter_of(self.gradient_state.active_dataloader)
     if loader is None or not loader.last or not _evaluates(self, loader):
         return own(self, tensor)
-    return _applied(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
+    return applied(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
 
 
 @around
@@ -68,7 +68,7 @@ def whole(x: Any, loader: BurstSPDataLoaderAdapter) -> Any:
         found: Tensor = unshard(parts, 1, layout=loader.layout)[:, : loader.tokens]
         return found
 
-    return _applied(of, x)
+    return applied(of, x)
 
 
 def _evaluates(accelerator: Any, loader: BurstSPDataLoaderAdapter) -> bool:
@@ -96,7 +96,8 @@ def _of_ranks(x: Tensor, loader: BurstSPDataLoaderAdapter) -> list[Tensor]:
     return [part[:count] for part, count in zip(parts, rows, strict=True)]
 
 
-def _is_of_tensors(x: Any) -> bool:
+def is_of_tensors(x: Any) -> bool:
+    """Return whether lists, tuples and dicts have nothing but tensors."""
     from accelerate.utils.operations import recursively_apply
 
     try:
@@ -106,7 +107,7 @@ def _is_of_tensors(x: Any) -> bool:
     return True
 
 
-def _applied(do: Callable[[Tensor], Tensor], x: Any) -> Any:
+def applied(do: Callable[[Tensor], Tensor], x: Any) -> Any:
     """Apply a function to every tensor in lists, tuples and dicts; everything else stays."""
     from accelerate.utils.operations import recursively_apply
 
