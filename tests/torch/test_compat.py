@@ -1,4 +1,6 @@
-"""The stand-in for ring-flash-attention under the lines of the stacks that call it."""
+"""The stand-in for ring-flash-attention, and a recipe's function, under the lines of stacks that call them."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from burst_mcore.compat.ring_flash_attn import (
 
 LENGTHS = [11, 5, 13]
 SIZE = 2
+RECIPES = Path(__file__).parents[2] / "docs/frameworks/recipes.md"
 
 
 def _packed():
@@ -26,53 +29,107 @@ def _packed():
 
 
 def _of_one(kind):
-    ids, labels, positions = _packed()
+    """Each document by itself."""
+    ids, labels, _ = _packed()
     model = model_of(**kind)
-    logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids.split(LENGTHS, 1)], 1)
     loss = F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
     loss.backward()
     return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def _as_a_stack_calls(rank, size, kind):
-    """As OpenRLHF's ring_attn_utils does: pad to the ranks, cumulate, end with the whole length, slice."""
-    group = dist.group.WORLD
-    substitute_hf_flash_attn(group, 1)
+def _of_a_part(rank, size, kind):
+    """This rank's part of the padded row through a model; (the row, logits, gradients of all ranks)."""
     ids, labels, positions = _packed()
     model = model_of(**kind)
     model.config._attn_implementation = "flash_attention_2"  # its setter asks for the package flash_attn
     more = -ids.numel() % size
     shifted = F.pad(labels[:, 1:], (0, 1 + more), value=-100)
     ids, positions = F.pad(ids, (0, more)), F.pad(positions, (0, more))
-    cu_seqlens = torch.cumsum(torch.tensor(LENGTHS), dim=-1, dtype=torch.int32)
-    cu_seqlens = F.pad(F.pad(cu_seqlens, (1, 0), value=0), (0, 1), value=ids.numel())
-    update_ring_flash_attn_params(cu_seqlens, group)
     mine = slice(rank * ids.numel() // size, (rank + 1) * ids.numel() // size)
     logits = model(input_ids=ids[:, mine], position_ids=positions[:, mine], use_cache=False).logits
     F.cross_entropy(logits[0], shifted[0, mine], ignore_index=-100, reduction="sum").backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)
+    return model, ids, logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _as_a_stack_calls(rank, size, kind):
+    """As OpenRLHF's ring_attn_utils does: pad to the ranks, cumulate, end with the whole length, slice."""
+    group = dist.group.WORLD
+    substitute_hf_flash_attn(group, 1)
+    cu_seqlens = torch.cumsum(torch.tensor(LENGTHS), dim=-1, dtype=torch.int32)
+    cu_seqlens = F.pad(F.pad(cu_seqlens, (1, 0), value=0), (0, 1), value=-(-sum(LENGTHS) // size) * size)
+    update_ring_flash_attn_params(cu_seqlens, group)
+    model, ids, *found = _of_a_part(rank, size, kind)
     with pytest.raises(ValueError, match=r"2 rows of 7 tokens on each of 2 ranks: pack documents"):
         model(input_ids=ids[:, :14].view(2, 7), use_cache=False)
     with pytest.raises(ValueError, match=r"cu_seqlens must ascend from 0 .* 2 ranks share evenly"):
         update_ring_flash_attn_params(torch.tensor([0, 7]), group)
     use_ring_attn(False)
     with pytest.raises(Exception, match="kernels|flash"):  # transformers' own, which is not here
-        model(input_ids=ids[:, mine], use_cache=False)
-    return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+        model(input_ids=ids[:, :15], use_cache=False)
+    return found
+
+
+def _by_the_recipe(rank, size, kind):
+    """As the page has it: the function is set where transformers reads its name."""
+    from transformers.integrations import flash_attention
+
+    recipe, calls = _recipe(), []
+    flash_attention._flash_attention_forward = lambda *args, **kwargs: (
+        calls.append(1) or recipe(*args, **kwargs)
+    )
+    _, _, *found = _of_a_part(rank, size, kind)
+    assert len(calls) == 2  # layers
+    q = torch.ones(1, 4, 2, 8)
+    place = {"position_ids": torch.arange(4)[None]}
+    for odd in (
+        {},
+        {"position_ids": torch.zeros(2, 4)},
+        {**place, "dropout": 0.1},
+        {**place, "is_causal": False},
+    ):
+        with pytest.raises(ValueError, match="give the position_ids of this rank|attention is causal here"):
+            recipe(q, q, q, None, query_length=4, **odd)
+    return found
+
+
+def _recipe():
+    """The function of the page."""
+    (block,) = (
+        each for each in RECIPES.read_text().split("```python") if "def flash_attention_forward" in each
+    )
+    lines, _, _ = block.partition("# What a stack does")
+    names = {}
+    exec(lines.partition("\n")[2].replace('dist.init_process_group("gloo")', ""), names)
+    return names["flash_attention_forward"]
+
+
+GEMMA = {"kind": "Gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
+SINKS = {"kind": "GptOss", "sliding_window": 4}
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("seam", "kind"),
     [
-        {"kind": "Qwen3"},
-        pytest.param({"kind": "Gemma2", "sliding_window": 4}, marks=pytest.mark.slow),
-        pytest.param({"kind": "Llama", "heads": 3, "kv_heads": 3}, marks=pytest.mark.slow),
+        (_as_a_stack_calls, {"kind": "Qwen3"}),
+        (_by_the_recipe, GEMMA),
+        (_by_the_recipe, SINKS),
+        *(
+            pytest.param(seam, kind, marks=pytest.mark.slow)
+            for seam, kind in (
+                (_as_a_stack_calls, GEMMA),
+                (_as_a_stack_calls, SINKS),
+                (_as_a_stack_calls, {"kind": "Llama", "heads": 3, "kv_heads": 3}),
+                (_by_the_recipe, {"kind": "Mistral", "sliding_window": 4}),
+            )
+        ),
     ],
 )
-def test_call_sites_of_stacks(kind):
+def test_call_sites_of_stacks(seam, kind):
     logits, gradients = _of_one(kind)
-    found = processes(SIZE, _as_a_stack_calls, kind)
+    found = processes(SIZE, seam, kind)
     whole = torch.cat([each for each, _ in found], 1)[:, : sum(LENGTHS)]
     torch.testing.assert_close(whole, logits, rtol=1e-5, atol=1e-5)
     for _, mine in found:
