@@ -209,6 +209,8 @@ class ContextParallel:
             return seen
         packed = Mask.documents(documents if isinstance(documents, Tensor) else [*documents])
         ends: list[int] = packed.document_ends.tolist()  # type: ignore[union-attr]  # it has documents
+        if tokens is not None and tokens < ends[-1]:
+            raise RefusedError("mask", f"documents end at {ends[-1]}, beyond the sequence's {tokens} tokens")
         last = self.padded(ends[-1] if tokens is None else tokens)
         return seen & Mask.documents(ends if ends[-1] == last else [*ends, last])
 

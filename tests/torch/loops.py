@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,14 +143,15 @@ def _by_transformers(model: torch.nn.Module, mesh: Any) -> None:
 
 
 def _by_torch(model: torch.nn.Module, mesh: Any) -> None:
-    into, out = ("self_attn.{q,k,v}_proj", "mlp.{gate,up}_proj"), ("self_attn.o_proj", "mlp.down_proj")
-    plan: dict[str, Any] = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
-    for names, style in ((into, ColwiseParallel), (out, RowwiseParallel)):
-        for name in names:
-            head, _, tail = name.partition("{")
-            words = [head + w + tail.partition("}")[2] for w in tail.partition("}")[0].split(",")]
-            plan |= {f"model.layers.*.{word}": style() for word in words}
-    parallelize_module(model, mesh, plan)
+    adapted = [f"self_attn.{x}_proj" for x in "qv"] if hasattr(model, "peft_config") else []
+    into = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    places = {name: RowwiseParallel for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for name in into:  # of an adapter the second factor makes the heads
+        own = (f"{name}.base_layer", f"{name}.lora_B.default") if name in adapted else (name,)
+        places |= dict.fromkeys(own, ColwiseParallel)
+    inner = model.get_base_model() if adapted else model
+    plan: dict[str, Any] = {f"model.layers.*.{name}": style() for name, style in places.items()}
+    parallelize_module(inner, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate()), **plan})
 
 
 def by_hand(rank: int, size: int, case: Case) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -173,10 +175,12 @@ def by_hand(rank: int, size: int, case: Case) -> tuple[list[float], list[float],
     for step in range(STEPS):
         total = torch.zeros(())
         for turn, row in enumerate(rows[step * case.accumulated :][: case.accumulated]):
+            last = turn == case.accumulated - 1
             if case.wrapper == "fsdp":
-                engine.set_requires_gradient_sync(turn == case.accumulated - 1)
-            loss = engine(**cp.deal(row)).loss / case.accumulated
-            loss.backward()
+                engine.set_requires_gradient_sync(last)
+            with nullcontext() if last or case.wrapper == "fsdp" else engine.no_sync():
+                loss = engine(**cp.deal(row)).loss / case.accumulated
+                loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
         losses.append(total.item() / size)

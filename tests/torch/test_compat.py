@@ -1,4 +1,4 @@
-"""The stand-in for ring-flash-attention, and a recipe's function, under the lines of stacks that call them."""
+"""The stand-in for ring-flash-attention, and a recipe's function, under the lines of stacks."""
 
 from pathlib import Path
 

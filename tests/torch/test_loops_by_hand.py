@@ -31,7 +31,7 @@ def _held(ranks, *cases):
 
 
 def test_two_ranks():
-    """FSDP2 with casts, accumulation, recompute; DDP with packed documents, and the model's own loss."""
+    """FSDP2 with casts, accumulation, recompute; DDP with documents, and the model's own loss; CP 1."""
     _held(
         2,
         Case(
@@ -40,7 +40,8 @@ def test_two_ranks():
             accumulated=2,
             options={"checkpointing": "segment", "config": {"layout": "striped"}},
         ),
-        Case(PAIR, "ddp", packed=True, options={"loss": "model"}),
+        Case(PAIR, "ddp", packed=True, accumulated=2, options={"loss": "model"}),
+        Case({"dp": 2, "cp": 1}, packed=True, accumulated=2, options={"checkpointing": "full"}),
     )
 
 
@@ -92,6 +93,7 @@ def test_tensor_parallelism_within(mesh):
                 {"options": {"loss": "model"}},
                 {"compiled": True},
                 {"plan": "transformers"},
+                {"lora": True, "packed": True},
             )
         ),
     )

@@ -144,6 +144,9 @@ def _in_training(rank, size):
     for documents in ([], [0, 3.7, 9], torch.tensor([1, 9]), range(0)):
         with pytest.raises(ValueError, match="cu_seqlens must be"):
             cp.mask(documents=documents)
+    found += [_named(lambda: cp.mask(documents=[0, 13, 31], tokens=20))]
+    assert cp.mask(documents=[0, 13, 31]).document_ends.tolist() == [0, 13, 31, 32]  # padded to 2 x 16
+    assert cp.mask(documents=[0, 13, 31], tokens=37).document_ends.tolist() == [0, 13, 31, cp.padded(37)]
     trained, outer = model_of(), torch.zeros((), requires_grad=True)
     by_ddp = parallelize(trained, mesh["cp"])
     engine, mine = DistributedDataParallel(Recomputed(trained)), by_ddp.deal(batch)
@@ -188,6 +191,7 @@ def test_in_training():
         "refused (batch): labels must be a tensor, or lists of numbers",
         ("refused (labels): tokens and labels must be in [0, 61)", "refused (another rank): ranks [0]"),
         ("refused (labels): tokens and labels must be in [0, 61)", "refused (another rank): ranks [0]"),
+        "refused (mask): documents end at 31, beyond the sequence's 20 tokens",
         "refused (reduction): nothing reduces model.embed_tokens.weight",
     ]
     ids = dataset(1, tokens=40)[0]["input_ids"][None]
