@@ -49,7 +49,9 @@ def table(results: Results, case: str) -> str:
     cells = results.tables.get(case, Table())
     meters = list(dict.fromkeys(meter for _, meter in cells))
     lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in cells.methods]
-    return f"{case}\n{markdown(['', *(_shown(meter)[1] for meter in meters)], lines)}"
+    said = "; ".join(f"{k}={v}" for k, v in results.cases.get(case, {}).items() if isinstance(v, int | str))
+    heading = f"{case}\n{said}\n" if said else f"{case}\n"
+    return heading + markdown(["", *(_shown(meter)[1] for meter in meters)], lines)
 
 
 def _shown(meter: str) -> tuple[float, str]:

@@ -6,6 +6,7 @@ counts as many times as there are ranks: theirs say so in the loop, ours finds i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -29,7 +30,8 @@ Dealt = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 
 
 def start(case: TrainedCase, world: World) -> None:
-    """FSDP2 needs nothing to be made ready."""
+    """Be quiet: every one of our methods would say how many ranks share a sequence."""
+    logging.getLogger("burst_mcore").setLevel(logging.ERROR)
 
 
 def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
@@ -136,10 +138,10 @@ def _ulysses(case: TrainedCase, world: World) -> Train:
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return x with its dim 1 dealt over the ranks, and all of dim 2: of heads and tokens one. Collective."""
-    from torch.distributed.nn.functional import all_to_all_single
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     parts = torch.stack(x.chunk(group.size(), 1))
-    came: Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    came: Tensor = all_to_all_single_autograd(parts, None, None, group)  # type: ignore[no-untyped-call]
     return torch.cat(came.unbind(), 2)
 
 
@@ -151,10 +153,10 @@ NEEDS = partial(installed, "transformers")
 add(
     "fsdp",
     *(
-        Method(f"torch {travels}", partial(_context_parallel, travels), NEEDS, ours=False)
+        Method(f"torch-{travels}", partial(_context_parallel, travels), NEEDS, ours=False)
         for travels in TRAVELS
     ),
-    Method("torch ulysses", _ulysses, _ulysses_needs, ours=False),
+    Method("torch-ulysses", _ulysses, _ulysses_needs, ours=False),
     *(
         Method(name, partial(_ours, setting), partial(needs, "transformers", setting))
         for name, setting in OURS.items()

@@ -304,7 +304,11 @@ class Judged(attention.AttentionCase):
 
 
 def test_bars_judge_medians_and_a_missing_figure_is_told():
-    results = Results("attention", "", "cpu", 3, figures=[Figure("a", "burst", "cpu", (1.0, 9.0, 1.5))])
+    figures, fields = (
+        [Figure("a", "burst", "cpu", (1.0, 9.0, 1.5))],
+        {"heads": 4, "dtype": "float32", "of": []},
+    )
+    results = Results("attention", "", "cpu", 3, {"a": fields}, figures)
     results.judge(Judged, {"a": Judged()})
     assert [(bar.claim, bar.value, bar.reached) for bar in results.bars] == [
         ("low", 1.5, True),
@@ -312,6 +316,7 @@ def test_bars_judge_medians_and_a_missing_figure_is_told():
     ]
     assert results.not_judged == ["all cases: all"]
     text = report.report(results)
+    assert text.startswith("a\nheads=4; dtype=float32\n|       |")
     assert "MISSED" in text and "not judged, since not measured: all cases: all" in text
     meters = ("cpu", "products wall", "cpu / tiles", "peak", "backward TFLOP/s", "error")
     assert [unit_of(meter) for meter in meters] == ["s", "s", "x", "B", "TFLOP/s", ""]
