@@ -3,8 +3,8 @@
     python examples/finetune_fsdp.py --cp 2 --data FILE_OR_FOLDER [--model FOLDER]     (make finetune)
 
 The job is that of finetune_hf.py, without DeepSpeed: burst_mcore.torch.parallelize deals sequences over --cp
-ranks. It leaves metrics.jsonl, loss.png and a distributed checkpoint in --out, from which a second run
-resumes, at another --cp too.
+ranks. It leaves metrics.jsonl, loss.png and distributed checkpoints in --out, a folder for each saved step. A
+second run resumes from the last of them that is whole, at another --cp too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +40,11 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__.splitlines()[0])
     parser.add_argument("--cp", type=int, default=2, help="ranks that share a sequence")
     parser.add_argument("--lr", type=float, default=3e-3)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    ranks = int(os.environ.get("WORLD_SIZE", arguments.processes))
+    if arguments.cp < 1 or ranks % arguments.cp:
+        parser.error(f"--cp must divide the number of ranks, {ranks}, got {arguments.cp}")
+    return arguments
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -118,19 +123,22 @@ def rate(step: int, end: int) -> float:
     return min(step / WARMUP, 1.0) * (0.5 + 0.5 * math.cos(math.pi * min(step / end, 1.0)))
 
 
-def save(path: Any, model: Any, optimizer: Any, step: int) -> None:
-    """Write the checkpoint, each rank its shards."""
+def save(path: Path, model: Any, optimizer: Any, step: int) -> None:
+    """Write the checkpoint of a step into a folder of its own, each rank its shards."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=str(path))
+    state = {"model": weights, "optimizer": moments, "step": step}
+    dcp.save(state, checkpoint_id=str(path / f"step_{step}"))
 
 
-def load(path: Any, model: Any, optimizer: Any) -> int:
-    """Read the checkpoint, if there is one, in shards of today's mesh; return its step."""
-    if not (path / ".metadata").exists():
+def load(path: Path, model: Any, optimizer: Any) -> int:
+    """Read the last whole checkpoint, if there is one, in shards of today's mesh; return its step."""
+    whole = [*path.glob("step_*/.metadata")]  # which torch writes last: a run may end while it saves
+    if not whole:
         return 0
+    last = max((file.parent for file in whole), key=lambda folder: int(folder.name.removeprefix("step_")))
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "step": 0}
-    dcp.load(state, checkpoint_id=str(path))
+    dcp.load(state, checkpoint_id=str(last))
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     return int(state["step"])
 

@@ -1,11 +1,15 @@
 """Loops by hand over FSDP2 and DDP: losses, norms and weights of three clipped steps are one process's."""
 
+import json
+from pathlib import Path
+
+import finetune_fsdp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from causal_lms import model_of, worst
 from loops import CLIP, RATE, Case, by_hand, one_process, samples, whole_weights
-from ranks import processes
+from ranks import processes, torchrun
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -102,6 +106,41 @@ def test_tensor_parallelism_within(mesh):
 @pytest.mark.slow
 def test_gradients_that_fsdp_adds():
     _held(2, Case(PAIR, sums=True, accumulated=2), Case(PAIR, sums=True, options={"loss": "model"}))
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_goes_on_after_a_save_that_was_cut_short(tmp_path):
+    """Over CP 2 its losses are those of one process; a checkpoint without .metadata is not one."""
+    (tmp_path / "text").write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(400)))
+    words = ["--data", tmp_path / "text", "--tokens", "127", "--save-every", "2"]
+
+    def run(folder, ranks, *more):
+        script = Path(finetune_fsdp.__file__)
+        done = torchrun(ranks, script, *words, "--out", tmp_path / folder, "--cp", ranks, *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(row) for row in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
+
+    want = run("one", 1, "--steps", "3")
+    rows = run("two", 2, "--steps", "3")
+    saved = tmp_path / "two" / "checkpoint"
+    assert sorted(folder.name for folder in saved.iterdir()) == ["step_2", "step_3"]
+    (saved / "step_3" / ".metadata").unlink()
+    rows += run("two", 2, "--steps", "3")[3:]
+    for found, theirs in zip(rows, [*want, want[-1]], strict=True):
+        assert found == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [None, "2"])
+def test_the_example_says_in_a_line_which_cp_divides(ranks, monkeypatch, capsys):
+    if ranks is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(SystemExit):
+        finetune_fsdp.arguments_of(["--cp", "3", "--processes", "4"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith(f"error: --cp must divide the number of ranks, {ranks or 4}, got 3")
 
 
 def _step(model, optimizer, batch):
