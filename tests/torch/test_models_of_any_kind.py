@@ -1,6 +1,7 @@
 """A model that is not of transformers; generate; torch's own recompute; the launcher: against one process."""
 
 import logging
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -188,6 +189,29 @@ def test_the_launcher(tmp_path, way):
     done = _launched(*words, "--lr", "1", folder=where)
     assert done.stdout.startswith("mine ['--lr', '1']"), done.stderr
     assert done.stdout.strip().endswith("burst_mcore.torch.accelerate")
+
+
+@pytest.mark.slow
+def test_accelerate_launch_starts_the_launcher(tmp_path):
+    """Two ranks with cp_size 2, of a script; TRL's own script, by its name, says what it takes."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("trl")
+    (tmp_path / "train_mine.py").write_text(SCRIPT)
+    (tmp_path / "beside_it.py").write_text(
+        "import os\nNAME = 'cp ' + os.environ['PARALLELISM_CONFIG_CP_SIZE']"
+    )
+    sizes = "--use_fsdp --fsdp_version 2 --use_parallelism_config --parallelism_config_cp_size 2".split()
+    more = "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0".split()
+    start = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", *sizes, *more]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+    def launched(ranks, *words):
+        line = [*start, "--num_processes", ranks, "-m", "burst_mcore.torch", *words]
+        return limits.run(line, cwd=tmp_path, env=environment)
+
+    done = launched(2, "train_mine.py", "--lr", "1")
+    assert done.stdout.splitlines() == ["cp 2 ['--lr', '1'] burst_mcore.torch.accelerate"] * 2, done.stderr
+    assert "--dataset_name" in launched(1, "-m", "trl.scripts.sft", "--help").stdout
 
 
 @pytest.mark.parametrize(
