@@ -173,7 +173,7 @@ def test_in_training():
         "refused (batch): ranks of a sequence group were given different whole batches",
         (
             "refused (batch): input_ids must be a tensor of integers [rows, tokens], got None",
-            "refused (another rank): rank 0 of the sequence group has no batch",
+            "refused (another rank): rank 0 of the group has no batch",
         ),
         "refused (batch): input_ids must be a tensor of integers [rows, tokens], got ",
         "refused (batch): ranks of a sequence group were given different whole batches",
