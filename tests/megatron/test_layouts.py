@@ -129,7 +129,7 @@ def _refusals():
         variant.experimental_attention_variant = name
         with pytest.raises(ValueError, match=f"striped does not go with .*{name}"):
             _core(variant, striped)
-    with pytest.raises(ValueError, match="that of one packed batch"):
+    with pytest.raises(ValueError, match="is of one packed batch"):
         from burst_mcore import Layout
 
         use_layout(Layout("zigzag-documents", ends=(0, 8)))

@@ -342,7 +342,7 @@ def alone_trained(rank, size, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_one_tensor_or_parameter_alone_is_trained(layout):
     """A rank that only ends documents makes no state, and takes part in backward all the same."""
-    for errors in processes(2, alone_trained, layout, timeout=60):
+    for errors in processes(2, alone_trained, layout):
         assert len(errors) == 5 + 7 and max(errors.values()) < 1e-11, errors
 
 
