@@ -57,11 +57,11 @@ class Watch:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread. A thread that looks late, on a busy machine, is waited for."""
         self.stopping = True
         self.meetings.put(None)
         if self.thread is not None:
-            self.thread.join(2 * LOOK_EVERY.total_seconds())
+            self.thread.join(10 * LOOK_EVERY.total_seconds())
 
     def _work(self) -> None:
         """Make the exchanges, in the order of the calls. Meanwhile look for passes of others that failed."""

@@ -1,6 +1,7 @@
 """What ranks compare, the words for how they differ, and the integers that they exchange."""
 
 import time
+from datetime import timedelta
 
 import limits
 import pytest
@@ -18,6 +19,7 @@ from burst_mcore.agreement import (
     digest_of,
     disagreement,
     summary,
+    watch,
 )
 from burst_mcore.agreement.board import Board
 from burst_mcore.agreement.claims import AHEAD, WAITS, Word, differences, lengths_of
@@ -28,6 +30,17 @@ def test_the_latest_entries_are_kept_in_order():
     for number in range(Latest.MOST + 10):
         latest[number] = -number
     assert len(latest) == Latest.MOST and next(iter(latest.items())) == (10, -10)
+
+
+def test_a_thread_that_is_late_is_waited_for(monkeypatch):
+    """Else it would wake in an interpreter that has ended, which aborts the process."""
+    monkeypatch.setattr(watch, "LOOK_EVERY", timedelta(seconds=0.1))
+    monkeypatch.setattr(watch, "Gathering", lambda *_, **__: None)
+    monkeypatch.setattr(watch.Watch, "_work", lambda _: time.sleep(0.5))
+    late = watch.Watch(None, (0,), Board(None, 0, 1), lambda: None)
+    late.start()
+    late.close()
+    assert not late.thread.is_alive()
 
 
 def test_claims_that_are_alike_do_not_disagree():
