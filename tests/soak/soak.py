@@ -37,9 +37,10 @@ from soak_steps import ANEW, Fault
 
 SIZE = 4
 EPOCH = 500
-"""Steps in which a rank is spared all deaths, so that it grows old; the last fault may spare none.
+"""Steps of the first epoch; each later one is twice as long as the one before.
 
-A job ends with all its ranks: jobs have faults in every second of these epochs alone.
+An epoch spares one rank all deaths, so that it grows old; its last fault may spare none. A job ends with all
+its ranks: jobs have faults in every second epoch alone.
 """
 BOUND = 15 * float(os.environ.get("TEST_PATIENCE", "1"))
 """Seconds within which every rank must notice a fault of another."""
@@ -64,8 +65,9 @@ def drawn(seed: int, number: int) -> tuple[str, Fault | None]:
     name = draw.choices([*WEIGHTS, "fault"], [*WEIGHTS.values(), FAULTS])[0]
     if name != "fault":
         return name, None
-    epoch, place = divmod(number, EPOCH)
-    spared = None if place == EPOCH - 1 else random.Random(f"{seed}/{epoch}").randrange(SIZE)
+    epoch = (number // EPOCH + 1).bit_length() - 1
+    last = EPOCH * (2 ** (epoch + 1) - 1) - 1
+    spared = None if number == last else random.Random(f"{seed}/{epoch}").randrange(SIZE)
     return name, Fault.drawn(draw, SIZE, spared, ("calls", "job") if epoch % 2 else ("calls",))
 
 
@@ -254,10 +256,11 @@ def main() -> int:
     parser.add_argument("--step", type=int, help="this step alone")
     parser.add_argument("--log", type=Path)
     arguments = parser.parse_args()
-    path = arguments.log or Path(f"runs/soak/{arguments.seed}.jsonl")
+    alone = arguments.step is not None
+    name = f"{arguments.seed}.{arguments.step}" if alone else f"{arguments.seed}"
+    path = arguments.log or Path(f"runs/soak/{name}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as log:
-        alone = arguments.step is not None
+    with path.open("w") as log:
         numbers = iter([arguments.step]) if alone else iter(range(10**9))
         soak = run(arguments.seed, log, numbers, arguments.hours * 3600)
     sys.stdout.write(report(soak) + "\n")
@@ -275,7 +278,12 @@ def report(soak: Soak) -> str:
         )
     for failure in soak.failures:
         lines.append(failure)
-    for pid, of_process in slopes(soak.held).items():
+    old = slopes(soak.held)
+    if not old:
+        lines.append(
+            "no process grew old enough to be judged: only longer runs say whether memory stays flat"
+        )
+    for pid, of_process in old.items():
         figures = ", ".join(f"{name} {growth:.1f}" for name, growth in of_process.items())
         lines.append(f"growth of process {pid} in 1000 steps: {figures}")
     return "\n".join([*lines, *growths(soak.held)])

@@ -28,6 +28,13 @@ def _first_of_each(seed):
     return sorted(found.values())
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_rank_of_a_long_run_grows_old(seed):
+    faults = [fault for number in range(7500, 15499) if (fault := drawn(seed, number)[1])]
+    spared = set(range(4)).difference(*(fault.ranks for fault in faults))
+    assert len(spared) == 1 and {fault.work for fault in faults} == {"calls"}
+
+
 def test_every_kind_of_step():
     log = io.StringIO()
     soak = run(0, log, iter(_first_of_each(0)))
