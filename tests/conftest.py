@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share few cores
 
@@ -74,6 +75,15 @@ def few_objects():
 def _no_terminal(monkeypatch):
     """Tables are as wide as in a pipe: pytest-xdist tells its workers the width of a terminal."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_forgets():
+    """The ranks of a later test would inherit what Accelerate knows of this one: how many ranks there are."""
+    yield
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        for each in (state.AcceleratorState, state.GradientState, state.PartialState):
+            each._reset_state()
 
 
 @pytest.fixture(autouse=True)

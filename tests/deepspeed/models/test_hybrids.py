@@ -110,7 +110,7 @@ def partly_trained(rank, size):
 
 def test_one_matrix_alone_is_trained():
     """Rank 1 ends the sequence: no state is made there that would need gradients."""
-    for errors in processes(2, partly_trained, timeout=120):
+    for errors in processes(2, partly_trained):
         assert max(errors) < 2e-5
 
 
