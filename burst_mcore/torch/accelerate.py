@@ -18,7 +18,6 @@ from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.loss import unpatched
 from burst_mcore.torch.parallel import options_of, parallelize
-from burst_mcore.transformers.accelerate.gathered import applied, is_of_tensors
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
 from burst_mcore.wrap import around
@@ -123,11 +122,11 @@ def _preparing_reference(prepare_fsdp: Any, model: Any, accelerator: Any, *args:
 @around
 def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Accelerator.gather_for_metrics: of ranks that report of one batch, the first counts."""
+    from accelerate.utils.operations import recursively_apply
+
     size = _cp_size(self)
     if size == 1:
         return own(self, input_data, use_gather_object)
-    if not is_of_tensors(input_data):
-        raise RefusedError("gather_for_metrics", "under cp_size only tensors are gathered")
     alike, state = size * int(self.parallelism_config.tp_size), self.gradient_state
 
     def leaders(each: Tensor) -> Tensor:
@@ -135,7 +134,11 @@ def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: b
         first: Tensor = self.gather(each).unflatten(0, (-1, alike, rows))[:, 0].flatten(0, 1)
         return first[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else first
 
-    return applied(leaders, input_data)
+    try:
+        recursively_apply(lambda each: each, input_data, error_on_other_type=True)
+    except TypeError:
+        raise RefusedError("gather_for_metrics", "under cp_size only tensors are gathered") from None
+    return recursively_apply(leaders, input_data)
 
 
 @around

@@ -76,8 +76,7 @@ def parallelize(
         sequence.factor = factor = Reduction(model, group, reduction)
         return ContextParallel(model, group, sequence.topology, settings, factor, sequence.dealing)
     refuse_differences("model", fingerprint(model))
-    topology = Topology.single() if group.size() == 1 else Topology.from_group(group)
-    dealing = {"layout": settings.layout, "pad_token_id": 0, "max_positions": None}
+    topology, dealing = Topology.from_group(group), {"layout": settings.layout}
     cp = ContextParallel(model, group, topology, settings, Reduction(model, group, reduction), dealing)
     vars(model)[SEQUENCE] = cp
     return cp

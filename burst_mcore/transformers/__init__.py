@@ -5,7 +5,6 @@
     data        batches of whole sequences, dealt to the ranks
     models      which models are served, their attention, positions, loss and recompute over shards
     prepare     a model made ready, in place
-    accelerate  the Trainer, Accelerate and TRL over shards
 
 The adapters of DeepSpeed (burst_mcore.deepspeed) and of plain PyTorch (burst_mcore.torch) stand on this.
 """

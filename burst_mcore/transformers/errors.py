@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
 
 from packaging.version import Version
 
@@ -18,11 +17,11 @@ class RefusedError(ValueError):
     """
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"refused ({name}): {why}")
+        super().__init__(name, why)
         self.name = name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self.name, str(self))
+    def __str__(self) -> str:
+        return "refused ({}): {}".format(*self.args)
 
 
 def refuse(name: str, reason: str | None) -> None:
@@ -41,9 +40,3 @@ def refuse_versions(*packages: str) -> None:
                 "versions",
                 f"{package} {actual} is installed, tested are releases from {first} to below {end}",
             )
-
-
-def _again(name: str, text: str) -> RefusedError:
-    error = RefusedError(name, "")
-    error.args = (text,)
-    return error

@@ -55,11 +55,9 @@ def prepare_model(
     loss = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
     refuse_differences("model", fingerprint(model))
     topology = on_all_ranks(lambda: _connected(model, group, config))
-    sequence = vars(model).get(SEQUENCE)
-    if sequence is None:
-        sequence = SequenceParallel(model, topology, None, config).attach()
-        vars(model)[SEQUENCE] = sequence
-    assert isinstance(sequence, SequenceParallel)
+    if SEQUENCE not in vars(model):
+        vars(model)[SEQUENCE] = SequenceParallel(model, topology, None, config).attach()
+    sequence = sequence_of(model)
     sequence.topology, sequence.config = topology, config
     sequence.group = group if size > 1 else None
     sequence.most_positions, sequence.types = position_table(model), types_of(model)
@@ -106,7 +104,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
 
 def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstConfig) -> Topology:
     """Return the ring of a group, double if its ranks are on several hosts. Collective over it."""
-    topology = Topology.single() if group is None or group.size() == 1 else Topology.from_group(group)
+    topology = Topology.single() if group is None else Topology.from_group(group)
     refuse("layout", why_scattered(model, config.layout, topology.size))
     try:
         connect(topology, config)

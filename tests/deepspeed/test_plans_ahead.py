@@ -133,7 +133,7 @@ def test_the_trees_of_rollouts_are_planned_ahead_with_each_window():
 def _order(rank, size, folder):
     """Of each batch that a Trainer worked on, the documents; and those planned before it was handed out."""
     import burst_mcore.deepspeed as burst
-    from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter
+    from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter
     from burst_mcore.transformers.data import loader as loader_module
 
     planned, before, own = [], [], BurstSPDataLoaderAdapter._part

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
-from burst_mcore.layout import unshard
-from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
+from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
+from burst_mcore.transformers.models.loss import gathered
 from burst_mcore.wrap import around
 
 
@@ -27,7 +28,7 @@ def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_ob
     if loader is None:
         return own(self, input_data, use_gather_object)
     once = not loader.deals or _evaluates(self, loader)
-    if use_gather_object or not is_of_tensors(input_data):
+    if use_gather_object or not _is_of_tensors(input_data):
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, list(input_data))
         if not once:
@@ -36,7 +37,7 @@ def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_ob
         return [x for group, part in leaders for x in part[: loader.of_the_dataset(group, len(part))]]
     if not once:
         return self.gather(input_data)
-    return applied(lambda x: _of_leaders(x, loader), whole(input_data, loader))
+    return recursively_apply(lambda x: _of_leaders(x, loader), whole(input_data, loader))
 
 
 @around
@@ -45,7 +46,7 @@ def gathering_all(own: Callable[..., Any], self: Any, tensor: Any) -> Any:
     loader = adapter_of(self.gradient_state.active_dataloader)
     if loader is None or not loader.last or not _evaluates(self, loader):
         return own(self, tensor)
-    return applied(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
+    return recursively_apply(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
 
 
 @around
@@ -63,12 +64,19 @@ def whole(x: Any, loader: BurstSPDataLoaderAdapter) -> Any:
     def of(x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[:2] != (loader.rows, loader.local):
             return x
-        parts = [torch.empty_like(x) for _ in range(loader.size)]
-        dist.all_gather(parts, x.contiguous(), group=loader.group)
-        found: Tensor = unshard(parts, 1, layout=loader.layout)[:, : loader.tokens]
-        return found
+        assert loader.group is not None
+        return gathered(x, loader.group, loader.layout)[:, : loader.tokens]
 
-    return applied(of, x)
+    return recursively_apply(of, x)
+
+
+def _is_of_tensors(x: Any) -> bool:
+    """Return whether lists, tuples and dicts have nothing but tensors."""
+    try:
+        recursively_apply(lambda each: each, x, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _evaluates(accelerator: Any, loader: BurstSPDataLoaderAdapter) -> bool:
@@ -94,21 +102,3 @@ def _of_ranks(x: Tensor, loader: BurstSPDataLoaderAdapter) -> list[Tensor]:
     parts = [x.new_empty((max(rows), *x.shape[1:])) for _ in rows]
     dist.all_gather(parts, torch.cat([x, x.new_zeros((max(rows) - len(x), *x.shape[1:]))]))
     return [part[:count] for part, count in zip(parts, rows, strict=True)]
-
-
-def is_of_tensors(x: Any) -> bool:
-    """Return whether lists, tuples and dicts have nothing but tensors."""
-    from accelerate.utils.operations import recursively_apply
-
-    try:
-        recursively_apply(lambda each: each, x, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
-
-
-def applied(do: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """Apply a function to every tensor in lists, tuples and dicts; everything else stays."""
-    from accelerate.utils.operations import recursively_apply
-
-    return recursively_apply(do, x)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from burst_mcore.deepspeed.accelerate.loader import deal_for
 from burst_mcore.deepspeed.config.refusals import refuse_config
 from burst_mcore.deepspeed.config.section import Section, section_of
 from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
 from burst_mcore.deepspeed.ranks.groups import unit_of
-from burst_mcore.transformers.accelerate.loader import deal_for
 from burst_mcore.transformers.agreement import on_all_ranks
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import Trainer
 
+from burst_mcore.deepspeed.accelerate.gathered import whole
+from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, ShardedBatch, adapter_of
+from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.loss import unpatched
 from burst_mcore.rollouts.columns import IGNORED
-from burst_mcore.transformers.accelerate.gathered import whole
-from burst_mcore.transformers.accelerate.loader import BurstSPDataLoaderAdapter, ShardedBatch, adapter_of
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.prefill import CACHE_NAMES
 from burst_mcore.wrap import around
@@ -30,10 +31,6 @@ SERVED = {
     "trl.experimental.kto.KTOTrainer",
 }
 """The trainers of TRL that are held to one process in tests; the last is an older name of its like."""
-
-
-groups: list[Callable[[Any], dist.ProcessGroup | None]] = []
-"""Of adapters whose places are replaced: each returns the ranks that share sequences under an Accelerator."""
 
 
 @around
@@ -49,17 +46,14 @@ def counting_tokens(init: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 @around
-def labels_of_whole_sequences(
-    count: AnyMethod, self: Any, batches: Sequence[Any], device: Any
-) -> Tensor | int | None:
+def labels_of_whole_sequences(count: AnyMethod, self: Any, batches: Sequence[Any], device: Any) -> Any:
     """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
 
     Over the accumulated micro-batches, and in training over all groups where the Trainer averages over
     devices. The loss of an evaluation is that of one process, however many groups there are.
     """
     if _size(self) == 1:
-        found: Tensor | int | None = count(self, batches, device)
-        return found
+        return count(self, batches, device)
     if not batches or "shift_labels" not in batches[0]:
         return None
     number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
@@ -125,7 +119,8 @@ def over_shards(evaluation_loop: AnyMethod, self: Any, dataloader: Any, *args: A
         asked = inspect.signature(evaluation_loop).bind(self, dataloader, *args, **kwargs).arguments
         loss_only = asked.get("prediction_loss_only")
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
-        if not loss_only and not hasattr(self.prediction_step, "of_whole_sequences"):
+        step = getattr(self.prediction_step, "__func__", None)
+        if not loss_only and step is not Trainer.prediction_step:
             raise RefusedError(
                 "compute_metrics",
                 f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
@@ -137,33 +132,30 @@ def over_shards(evaluation_loop: AnyMethod, self: Any, dataloader: Any, *args: A
     return evaluation_loop(self, dataloader, *args, **kwargs)
 
 
-def with_whole_outputs(prediction_step: AnyMethod) -> AnyMethod:
+@around
+def with_whole_outputs(
+    prediction_step: AnyMethod,
+    self: Any,
+    model: Any,
+    inputs: Any,
+    prediction_loss_only: bool,
+    ignore_keys: Any = None,
+) -> Any:
     """Trainer.prediction_step: predictions and labels of whole sequences, where they are asked for.
 
     Then the model makes its logits, whether its loss is fused in training or not.
     """
-
-    @wraps(prediction_step)
-    def step(
-        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Any, Any, Any]:
-        loader = adapter_of(self.accelerator.gradient_state.active_dataloader)
-        if _size(self) == 1 or loader is None or "shift_labels" not in inputs:
-            found: tuple[Any, Any, Any] = prediction_step(
-                self, model, inputs, prediction_loss_only, ignore_keys
-            )
-            return found
-        if "labels" not in inputs:  # then plain transformers has no loss, which here is one of the tokens
-            own = getattr(self.model.config, "keys_to_ignore_at_inference", CACHE_NAMES)
-            ignore_keys = [*(own if ignore_keys is None else ignore_keys), "loss"]
-        with nullcontext() if prediction_loss_only else unpatched(self.model):
-            loss, logits, labels = prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
-        if "inputs" in self.args.include_for_metrics:  # the loop reads them from the batch, after this
-            inputs["input_ids"] = whole(inputs["input_ids"], loader)
-        return loss, whole(logits, loader), whole(labels, loader)
-
-    step.of_whole_sequences = True  # type: ignore[attr-defined]  # unless a subclass overrides it
-    return step
+    loader = adapter_of(self.accelerator.gradient_state.active_dataloader)
+    if _size(self) == 1 or loader is None or "shift_labels" not in inputs:
+        return prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+    if "labels" not in inputs:  # then plain transformers has no loss, which here is one of the tokens
+        own = getattr(self.model.config, "keys_to_ignore_at_inference", CACHE_NAMES)
+        ignore_keys = [*(own if ignore_keys is None else ignore_keys), "loss"]
+    with nullcontext() if prediction_loss_only else unpatched(self.model):
+        loss, logits, labels = prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+    if "inputs" in self.args.include_for_metrics:  # the loop reads them from the batch, after this
+        inputs["input_ids"] = whole(inputs["input_ids"], loader)
+    return loss, whole(logits, loader), whole(labels, loader)
 
 
 def _refuse_other_trainers(kind: type) -> None:
@@ -180,11 +172,14 @@ def _refuse_other_trainers(kind: type) -> None:
 
 
 def _group(trainer: Any) -> dist.ProcessGroup | None:
-    every = (of(trainer.accelerator) for of in groups)
-    return next((group for group in every if group is not None), None)
+    """Return the ranks that share sequences under a Trainer."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is None or parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
+        return None
+    group: dist.ProcessGroup = unit_of(parallelism.sp_size).get_sequence_parallel_group()
+    return group
 
 
 def _size(trainer: Any) -> int:
-    """Return how many ranks share a sequence under a Trainer."""
     group = _group(trainer)
     return 1 if group is None else group.size()

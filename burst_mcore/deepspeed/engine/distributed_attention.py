@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from burst_mcore.attention.api import burst_attention
@@ -55,8 +54,7 @@ class BurstDistributedAttention(nn.Module):
         _refuse_dropout(local_attention)
         self.local_attn, self.spg, self.gather_idx = local_attention, sequence_process_group, gather_idx
         self.mask, self.config = Mask.causal() if mask is None else mask, config
-        size = torch.distributed.get_world_size(sequence_process_group)
-        self.topology = Topology.from_group(sequence_process_group) if size > 1 else Topology.single()
+        self.topology = Topology.from_group(sequence_process_group)
 
     def forward(
         self,

@@ -60,6 +60,14 @@ def whole_mean(
     return whole / torch.where(number == 0, torch.ones_like(number), number)
 
 
+def gathered(part: Tensor, group: dist.ProcessGroup, layout: Layout | str, dim: int = 1) -> Tensor:
+    """Return the whole of what every rank of a group has a shard of, of equally many tokens, along `dim`."""
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part, group=group)
+    return unshard(parts, dim, layout=layout)
+
+
 class WholeTokens(torch.autograd.Function):
     """Numbers of all tokens [rows, tokens, ...] on all ranks, from each rank's part [rows, local, ...].
 
@@ -71,9 +79,7 @@ class WholeTokens(torch.autograd.Function):
         ctx: Any, part: Tensor, group: dist.ProcessGroup, layout: Layout | str, factor: Factor | None = None
     ) -> Tensor:
         ctx.group, ctx.layout, ctx.factor = group, layout, factor or _ranks_of(group)
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return unshard(parts, 1, layout=layout)
+        return gathered(part, group, layout)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:

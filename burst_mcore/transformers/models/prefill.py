@@ -11,8 +11,9 @@ from torch import Tensor
 
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.layout import Layout, positions, shard, unshard
+from burst_mcore.layout import Layout, positions, shard
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.loss import gathered
 
 CACHE_NAMES = ("past_key_values", "cache")
 """Argument of a forward, and field of its output, that holds a cache: "cache" from transformers 5.24 on."""
@@ -67,7 +68,10 @@ class Prefill:
         name = cache_name(out)
         assert name is not None
         for layer, own in enumerate(out[name].layers):
-            self._cache.update(self._whole(own.keys), self._whole(own.values), layer)
+            keys, values = (
+                gathered(x, self.group, self.layout, dim=2)[:, :, : self.n] for x in (own.keys, own.values)
+            )
+            self._cache.update(keys, values, layer)
         logits = out.logits.contiguous()
         dist.broadcast(logits, dist.get_global_rank(self.group, self._last()[0]), group=self.group)
         out.logits, out[name] = logits, self._cache
@@ -84,10 +88,3 @@ class Prefill:
             if len(rows):
                 return rank, int(rows[0]) if rank == self.topology.rank else 0
         raise AssertionError("every token is dealt to a rank")
-
-    def _whole(self, x: Tensor) -> Tensor:
-        """Keys or values [batch, heads, n, head_dim] of all tokens, in order."""
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.topology.size)]
-        dist.all_gather(parts, x, group=self.group)
-        return unshard(parts, 2, layout=self.layout)[:, :, : self.n]

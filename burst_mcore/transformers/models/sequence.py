@@ -28,7 +28,7 @@ from burst_mcore.transformers.models.loss import Factor, WholeLoss, WholeTokens
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
 from burst_mcore.transformers.models.served import FEATURES, attention_modules, switched_attention
-from burst_mcore.transformers.models.trl import asks_for_fused_head, gather_tokens
+from burst_mcore.transformers.models.trl import asks_for_fused_head
 
 logger = logging.getLogger("burst_mcore")
 
@@ -133,11 +133,12 @@ class SequenceParallel:
         return (whole, *out[1:])
 
     def _with_whole_tokens(self, out: Any, local: int, end: int | None = None) -> Any:
-        """Return the output of TRL's head with numbers of the whole sequence, not of `local` tokens."""
+        """Return the output of TRL's head with numbers of whole sequences to `end`, not of `local` tokens."""
         out = self._with_whole_loss(out)
-        if self.group is None:
-            return out
-        return gather_tokens(out, local=local, end=end, gather=self._gathered)
+        for name, x in out.items() if self.group is not None else ():
+            if isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == local:
+                out[name] = self._gathered(x)[:, :end]
+        return out
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Return [rows, tokens, ...] of the whole sequence."""

@@ -7,10 +7,10 @@ https://github.com/huggingface/trl, trl/trainer/utils.py, add_fused_lm_head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 
 def has_fused_head(model: nn.Module) -> bool:
@@ -23,17 +23,3 @@ def has_fused_head(model: nn.Module) -> bool:
 def asks_for_fused_head(arguments: Mapping[str, Any]) -> bool:
     """Return whether a forward with these arguments returns numbers for each token, not logits."""
     return bool(arguments.get("fused_lm_head"))
-
-
-def gather_tokens(output: Any, *, local: int, end: int | None, gather: Callable[[Tensor], Tensor]) -> Any:
-    """Return the output of TRL's head with numbers for each token of the whole sequence, not of a shard.
-
-    Args:
-        local: tokens of the shard; what has another shape than [rows, local] stays.
-        end: tokens to keep; None keeps all.
-        gather: returns the numbers of the whole sequence.
-    """
-    for name, value in output.items():
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == local:
-            output[name] = gather(value)[:, :end]
-    return output
