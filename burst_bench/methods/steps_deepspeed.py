@@ -24,7 +24,8 @@ def start(case: TrainedCase, world: World) -> None:
     os.environ.setdefault("DS_ACCELERATOR", world.device)
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    for name in ("DeepSpeed", "burst_mcore"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
     if world.device == "cpu":
         from burst_mcore.deepspeed.ranks.cpu import prepare_cpu

@@ -20,7 +20,13 @@ from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
-from burst_mcore.transformers.models.served import checked_loss, position_table, types_of, use_burst
+from burst_mcore.transformers.models.served import (
+    checked_loss,
+    position_table,
+    text_config,
+    types_of,
+    use_burst,
+)
 from burst_mcore.transformers.models.trl import has_fused_head
 
 logger = logging.getLogger("burst_mcore")
@@ -36,7 +42,6 @@ def prepare_model(
     config: BurstConfig,
     fused_loss: bool,
     recompute: Policy | None,
-    log: logging.Logger = logger,
 ) -> SequenceParallel:
     """Prepare a model, in place. A second call changes nothing more.
 
@@ -46,7 +51,6 @@ def prepare_model(
         group: the ranks that share sequences.
         fused_loss: whether the LM head is fused with its loss.
         recompute: the policy of checkpointed layers; None leaves them as the user has set them.
-        log: where the first rank logs.
 
     Raises:
         RefusedError: the model cannot be served; or the ranks have different ones.
@@ -61,10 +65,10 @@ def prepare_model(
     sequence.topology, sequence.config = topology, config
     sequence.group = group if size > 1 else None
     sequence.most_positions, sequence.types = position_table(model), types_of(model)
-    sequence.dealing = _dealing(model, config)
+    sequence.dealing = _dealing(model, config, sequence.types)
     if dist.get_rank() == 0:
         groups = dist.get_world_size() // size
-        log.warning(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
+        logger.warning(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
     return sequence
 
 
@@ -113,15 +117,13 @@ def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstC
     return topology
 
 
-def _dealing(model: nn.Module, config: BurstConfig) -> dict[str, Any]:
+def _dealing(model: nn.Module, config: BurstConfig, types: str | None) -> dict[str, Any]:
     """Return how a model's batches are dealt: keyword arguments of `ShardedLoader`."""
-    settings: Any = getattr(model, "config", None)
-    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    text = text_config(model)
     most = getattr(text, "max_position_embeddings", None)
     if any(map(depends_on_length, model.modules())):
         most = 0  # padding must not make the sequence look longer: its positions start again from 0
     pad_token_id = getattr(text, "pad_token_id", None) or 0
-    types = types_of(model)
     return {"layout": config.layout, "pad_token_id": pad_token_id, "max_positions": most, "types": types}
 
 

@@ -63,8 +63,7 @@ def _said(rank, size, _):
             lines.append(record.getMessage())
 
     quiet()
-    deepspeed.utils.logger.setLevel("WARNING")  # DeepSpeed's own
-    deepspeed.utils.logger.addHandler(Note())
+    logging.getLogger("burst_mcore").addHandler(Note())
     engine = burst.initialize(model=model_of(), config=config_of(2, size))[0]
     engine.destroy()
     return [line for line in lines if "burst_mcore" in line]

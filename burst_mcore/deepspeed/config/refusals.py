@@ -23,27 +23,20 @@ def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
         RefusedError: the section "burst_attention" is there and the size is not, or under another name; or
             the size does not divide the ranks.
     """
-    _refuse_missing_size(config)
-    size = config.get(SIZE, 1)
-    if type(size) is not int or size < 1 or world % size:
-        legal = [d for d in range(1, world + 1) if world % d == 0]
-        raise RefusedError(SIZE, f"it must divide the {world} ranks: one of {legal}, got {size!r}")
-    return size
-
-
-def _refuse_missing_size(config: Mapping[str, Any]) -> None:
-    """Raise RefusedError if a misspelt or missing key would silently give every rank its own sequence."""
-    if SIZE in config:
-        return
     near = difflib.get_close_matches(SIZE, config, 1, 0.85)
-    if near:
+    if SIZE not in config and near:  # a misspelt or missing key would give every rank its own sequence
         raise RefusedError(SIZE, f'unknown key "{near[0]}": did you mean "{SIZE}"?')
-    if KEY in config:
+    if SIZE not in config and KEY in config:
         raise RefusedError(
             SIZE,
             f'the JSON has the section "{KEY}" and no "{SIZE}": write beside the section how many ranks '
             f'share a sequence ("{SIZE}": 1 for one)',
         )
+    size = config.get(SIZE, 1)
+    if type(size) is not int or size < 1 or world % size:
+        legal = [d for d in range(1, world + 1) if world % d == 0]
+        raise RefusedError(SIZE, f"it must divide the {world} ranks: one of {legal}, got {size!r}")
+    return size
 
 
 def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:

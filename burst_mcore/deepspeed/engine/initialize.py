@@ -82,11 +82,11 @@ def initialize(
     if mpu is not None:
         on_all_ranks(lambda: refuse_mpu(settings, mpu, size))
     unit = unit_of(size) if mpu is None else mpu
-    sequence = prepare_for_engine(model, section, unit)
+    prepare_for_engine(model, section, unit)
     settings[SIZE] = size
-    engine, optimizer, _, scheduler = deepspeed.initialize(
-        model=model, config=settings, mpu=unit, **_with_parameters(model, options)
-    )
+    if options.get("optimizer") is None:  # one of the JSON is made for `model_parameters` alone
+        options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=settings, mpu=unit, **options)
     take_means(engine)
     if training_data is None:
         return engine, optimizer, None, scheduler
@@ -96,25 +96,18 @@ def initialize(
         collate_fn=collate_fn,
         drop_last=engine.dataloader_drop_last(),
         pad_token_id=pad_token_id,
-        sequence=sequence,
     )
     return engine, optimizer, loader, scheduler
 
 
 def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
-    """Prepare a model as `prepare_model` does, for the sequence groups of an mpu, `unit`.
-
-    DeepSpeed's log has the line about it: its log_dist knows ranks only once an engine was made.
-    """
-    from deepspeed.utils import logger
-
+    """Prepare a model as `prepare_model` does, for the sequence groups of an mpu, `unit`."""
     return prepare_model(
         model,
         group=unit.get_sequence_parallel_group(),
         config=section.burst_config(),
         fused_loss=section.fused_loss,
         recompute=section.checkpointing.recomputed(),
-        log=logger,
     )
 
 
@@ -122,7 +115,6 @@ def shard_loader(
     data: Any,
     engine: Any,
     *,
-    sequence: SequenceParallel | None = None,
     pad_token_id: int | None = None,
     **options: Any,
 ) -> ShardedLoader:
@@ -130,7 +122,7 @@ def shard_loader(
 
     `options` are those of `loader_for`.
     """
-    sequence = sequence or sequence_of(engine.module)
+    sequence = sequence_of(engine.module)
     dealing = dict(sequence.dealing)
     if pad_token_id is not None:
         dealing["pad_token_id"] = pad_token_id
@@ -179,10 +171,3 @@ def _read(
     refuse_autos(settings)
     refuse_batch(settings, world // size)
     return section, without_builds(settings), size
-
-
-def _with_parameters(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed makes an optimizer of the JSON for `model_parameters` alone."""
-    if options.get("optimizer") is None:
-        options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
-    return options

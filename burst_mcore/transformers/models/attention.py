@@ -154,10 +154,7 @@ def register() -> None:
 
 def mask_of(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
     q_offset: int = 0,
-    kv_offset: int = 0,
     mask_function: Callable | None = None,
     attention_mask: Tensor | LayerMask | None = None,
     **_: Any,
@@ -313,14 +310,15 @@ def attend(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     sinks = others.get("s_aux")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    asked: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": sinks}
+    scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
+    asked: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "sinks": sinks}
     sequence, masks = attention_mask.sequence, attention_mask.masks
     cached = attention_mask.offset or q.shape[1] != k.shape[1]
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope and not cached:
         q = tempered(module, q, sequence.places())
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
-        _from_cache(q[at], k[at], v[at], mask, attention_mask, **asked)
+        _from_cache(q[at], k[at], v[at], mask, attention_mask, Scores(scale, softcap), sinks)
         if cached
         else burst_attention(
             q[at], k[at], v[at], topology=sequence.topology, mask=mask, config=sequence.config, **asked
@@ -342,9 +340,7 @@ def _from_cache(
     v: Tensor,
     mask: Mask,
     seen: LayerMask,
-    *,
-    softmax_scale: float | None,
-    softcap: float | None,
+    scores: Scores,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch.
@@ -362,5 +358,4 @@ def _from_cache(
     last = seen.offset + q.shape[1]
     queries = torch.arange(seen.offset, last, device=q.device)
     keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first
-    scores = Scores(1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale, softcap)
     return attend_to_cache(q, k, v, mask.allows(queries, keys), scores, sinks)

@@ -27,7 +27,12 @@ from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.loss import Factor, WholeLoss, WholeTokens
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
-from burst_mcore.transformers.models.served import FEATURES, attention_modules, switched_attention
+from burst_mcore.transformers.models.served import (
+    FEATURES,
+    attention_modules,
+    switched_attention,
+    text_config,
+)
 from burst_mcore.transformers.models.trl import asks_for_fused_head
 
 logger = logging.getLogger("burst_mcore")
@@ -296,8 +301,7 @@ class SequenceParallel:
 
     def _counted(self, ids: Tensor, shifted: Tensor) -> int:
         """Return the number of labels. Numbers beyond the vocabulary would fail later, on this rank alone."""
-        settings: Any = self.model.config
-        size = getattr(settings.get_text_config(), "vocab_size", float("inf"))
+        size = getattr(text_config(self.model), "vocab_size", float("inf"))
         valid, ends = shifted != IGNORED, () if ids.is_floating_point() else ids.aminmax()
         count, *tokens = torch.stack([valid.sum(), *shifted.where(valid, 0).aminmax(), *ends]).tolist()
         if not 0 <= min(tokens) <= max(tokens) < size:

@@ -213,11 +213,15 @@ def switched_attention(model: nn.Module) -> str | None:
 
 def position_table(model: nn.Module) -> int | None:
     """Return how many positions a model has embeddings for; None where they are computed (rotary) or none."""
-    inner = _of_transformers(model)
-    if mixers_of(inner) or any("RotaryEmbedding" in type(module).__name__ for module in inner.modules()):
+    if mixers_of(model) or any("RotaryEmbedding" in type(module).__name__ for module in model.modules()):
         return None
-    most: int | None = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    most: int | None = getattr(text_config(model), "max_position_embeddings", None)
     return most
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of a model's language model."""
+    return _of_transformers(model).config.get_text_config()
 
 
 def checked_loss(model: Any, size: int) -> None:
@@ -245,17 +249,16 @@ def checked_loss(model: Any, size: int) -> None:
 
 def is_of_transformers(model: nn.Module) -> bool:
     """Return whether a model is one of transformers, or wraps one."""
-    return "transformers" in sys.modules and _within(model) is not None
+    return "transformers" in sys.modules and next(_within(model), None) is not None
 
 
 def _of_transformers(model: nn.Module) -> Any:
-    transformer = _within(model)
-    if transformer is None:
-        raise RefusedError("model", f"{type(model).__name__} is no model of transformers")
-    return transformer
+    for transformer in _within(model):
+        return transformer
+    raise RefusedError("model", f"{type(model).__name__} is no model of transformers")
 
 
-def _within(model: nn.Module) -> nn.Module | None:
+def _within(model: nn.Module) -> Iterator[nn.Module]:
     from transformers import PreTrainedModel
 
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))

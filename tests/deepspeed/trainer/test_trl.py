@@ -2,7 +2,6 @@
 
 import logging
 
-import deepspeed
 import pytest
 import torch
 from engines import model_of, quiet, worst
@@ -129,8 +128,7 @@ def _metrics(rank, size, folder):
             lines.append(record.getMessage())
 
     quiet()
-    deepspeed.utils.logger.setLevel("WARNING")  # DeepSpeed's own
-    deepspeed.utils.logger.addHandler(Note())
+    logging.getLogger("burst_mcore").addHandler(Note())
     burst.replace_ulysses()
     try:
         sft(f"{folder}/{rank}", size, compute_metrics=len)
