@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
@@ -26,7 +27,7 @@ from burst_mcore.transformers.models.loss import WholeTokens, whole_mean
 from burst_mcore.transformers.models.served import is_of_transformers
 from burst_mcore.transformers.prepare import SEQUENCE, fingerprint, prepare_model
 
-LOSSES = ("fused", "model")
+T = TypeVar("T")
 POLICIES: dict[str, Policy | None] = {
     "none": None,
     "full": Full(),
@@ -96,7 +97,7 @@ class ContextParallel:
     ) -> None:
         self.model, self.group, self.topology, self.config = model, group, topology, config
         self.rank, self.size, self.layout = group.rank(), group.size(), Layout.of(config.layout)
-        self._factor, self._dealing = factor, dealing
+        self._factor, self._dealing, self._tp = factor, dealing, _tensor_parallel(model)
 
     def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a whole batch, which every rank of the group gives. Collective.
@@ -108,7 +109,14 @@ class ContextParallel:
             RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
         """
         whole = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        return shard_of_whole_batch(whole, self._dealing, self.group)
+        return self._with_neighbours(lambda: shard_of_whole_batch(whole, self._dealing, self.group))
+
+    def _with_neighbours(self, do: Callable[[], T]) -> T:
+        """Return `do()`, which fails on all ranks of a sequence or on none, unless it fails beside them.
+
+        Tensor parallelism's neighbours would go on to the model's forward, and wait there for these ranks.
+        """
+        return do() if self._tp is None else on_all_ranks(do, self._tp)
 
     def loader(
         self, data: Iterable[Any], *, own: bool = False, device: torch.device | str | None = None
@@ -166,7 +174,9 @@ class ContextParallel:
         Raises:
             RefusedError: on all ranks: another model, a loss that is not fused, no labels, odd temperatures.
         """
-        labels = on_all_ranks(lambda: self._labels(model, batch, temperature), self.group)
+        labels = self._with_neighbours(
+            lambda: on_all_ranks(lambda: self._labels(model, batch, temperature), self.group)
+        )
         with returning_statistics(self.model, temperature):
             found: Tensor = model(**batch)
         return TokenStats(*found.view(2, *labels.shape))
@@ -257,9 +267,15 @@ def _read(
     return _group_of(mesh), settings, policy
 
 
+def _tensor_parallel(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks over which tensor parallelism has dealt a model that no wrapper has yet."""
+    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    return next((mesh.get_group() for mesh in meshes if mesh.ndim == 1), None)
+
+
 def options_of(config: Any, loss: Any, checkpointing: Any) -> tuple[BurstConfig, Policy | None]:
     """Return (configuration, recompute policy) of options of `parallelize`, if they are legal."""
-    _refuse_word("loss", loss, LOSSES)
+    _refuse_word("loss", loss, ("fused", "model"))
     if not isinstance(checkpointing, Policy):
         _refuse_word("checkpointing", checkpointing, POLICIES, ", or a policy of burst_mcore.checkpointing")
         checkpointing = POLICIES[checkpointing]

@@ -11,7 +11,7 @@ from ranks import processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from burst_mcore.torch import parallelize, token_statistics
+from burst_mcore.torch import RefusedError, parallelize, token_statistics
 
 TOKENS = 37
 
@@ -121,6 +121,30 @@ def test_temperatures_are_those_of_all_ranks():
     )
     for errors in processes(2, _of_other_temperatures):
         assert all(error.startswith(text) for error, text in zip(errors, wanted, strict=True)), errors
+
+
+def _of_one_rank(rank, size):
+    """What every rank of TP x CP is told of a temperature, and of a batch, that one of them has."""
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    ids, labels, *_ = _batch()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = model_of()
+    tensor_parallel(model, mesh["tp"])
+    cp = parallelize(model, mesh["cp"])
+    fully_shard(model, mesh=mesh["cp"])
+    told = []
+    with pytest.raises(RefusedError) as refused:
+        cp.token_stats(model, cp.deal({"input_ids": ids, "labels": labels}), -1.0 if rank == 2 else 1.0)
+    told.append(refused.value.name)
+    with pytest.raises(RefusedError) as refused:
+        cp.deal({"input_ids": ids.float() if rank == 1 else ids})
+    return [*told, refused.value.name]
+
+
+def test_neighbours_of_tensor_parallelism_do_not_wait_for_a_rank_that_refuses():
+    found = processes(4, _of_one_rank)
+    assert [names[0] for names in found] == ["another rank", "another rank", "temperature", "another rank"]
+    assert [names[1] for names in found] == ["another rank", "batch", "another rank", "another rank"]
 
 
 def _over_a_vocabulary(rank, size):
