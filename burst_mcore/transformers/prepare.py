@@ -20,13 +20,7 @@ from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
-from burst_mcore.transformers.models.served import (
-    checked_loss,
-    position_table,
-    text_config,
-    types_of,
-    use_burst,
-)
+from burst_mcore.transformers.models.served import checked_loss, position_table, types_of, use_burst
 from burst_mcore.transformers.models.trl import has_fused_head
 
 logger = logging.getLogger("burst_mcore")
@@ -60,7 +54,7 @@ def prepare_model(
     refuse_differences("model", fingerprint(model))
     topology = on_all_ranks(lambda: _connected(model, group, config))
     if SEQUENCE not in vars(model):
-        vars(model)[SEQUENCE] = SequenceParallel(model, topology, None, config).attach()
+        vars(model)[SEQUENCE] = SequenceParallel(model, topology, None, config)
     sequence = sequence_of(model)
     sequence.topology, sequence.config = topology, config
     sequence.group = group if size > 1 else None
@@ -89,7 +83,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
     if not isinstance(model, nn.Module):
         raise RefusedError("model", f"give the model itself, got {model!r}")
     inner = use_burst(model, size)
-    checked_loss(inner, size)
+    checked_loss(inner)
     attach_rotary(inner)
     loss = "the loss is the model's own, of logits"
     if has_fused_head(inner):
@@ -119,7 +113,8 @@ def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstC
 
 def _dealing(model: nn.Module, config: BurstConfig, types: str | None) -> dict[str, Any]:
     """Return how a model's batches are dealt: keyword arguments of `ShardedLoader`."""
-    text = text_config(model)
+    settings: Any = model.config
+    text = settings.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
     if any(map(depends_on_length, model.modules())):
         most = 0  # padding must not make the sequence look longer: its positions start again from 0

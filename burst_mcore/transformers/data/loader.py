@@ -91,11 +91,6 @@ class ShardedLoader:
             return
         yield from one_ahead(self._parts())
 
-    def _states(self, mine: int) -> list[int]:
-        """Return the states of all ranks of the sequence group."""
-        table = [[mine]] if self.group is None else Collective(self.group).integers([mine])
-        return [state for (state,) in table]
-
     def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
         while wholes := self.agreed(lambda: next(batches)):
@@ -115,7 +110,8 @@ class ShardedLoader:
             pass
         except Exception as error:  # of any kind: the others must not wait for this rank
             state, problem = FAILED, error
-        states = self._states(state)
+        table = [[state]] if self.group is None else Collective(self.group).integers([state])
+        states = [state for (state,) in table]
         if problem is not None:
             raise problem
         if FAILED in states:
@@ -213,15 +209,14 @@ def loader_for(
     rank; a warning says so.
     """
     size = 1 if group is None else dist.get_world_size(group)
-    _warn_of_repeated(data, dist.get_world_size() // size)
-    own = False
+    replicas, own = dist.get_world_size() // size, False
+    _warn_of_repeated(data, replicas)
     if isinstance(data, DataLoader):
         own = size > 1 and getattr(data.sampler, "num_replicas", None) == dist.get_world_size()
     elif isinstance(data, Dataset) or hasattr(data, "__getitem__"):
         sampler: Any = None
         if not isinstance(data, IterableDataset):
-            dp, rank = dist.get_world_size() // size, dist.get_rank() // size
-            sampler = DistributedSampler(data, num_replicas=dp, rank=rank)
+            sampler = DistributedSampler(data, num_replicas=replicas, rank=dist.get_rank() // size)
         collate = collate_fn or partial(collated, pad_token_id=pad_token_id)
         data = DataLoader(
             data, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
@@ -234,12 +229,9 @@ def _warn_of_repeated(data: Any, replicas: int) -> None:
     whole = isinstance(data, DataLoader) and type(data.sampler) in (SequentialSampler, RandomSampler)
     if replicas > 1 and (whole or isinstance(dataset, IterableDataset)) and dist.get_rank() == 0:
         logger.warning(
-            "%d data-parallel ranks each take all samples of this %s, which does not deal them: train on a "
-            "dataset, on a DataLoader with DistributedSampler(num_replicas=%d, rank=rank // SP), or on an "
-            "IterableDataset that yields each data-parallel rank its own",
-            replicas,
-            type(data).__name__,
-            replicas,
+            f"{replicas} data-parallel ranks each take all samples of this {type(data).__name__}, which does "
+            "not deal them: train on a dataset, on a DataLoader with DistributedSampler(num_replicas="
+            f"{replicas}, rank=rank // SP), or on an IterableDataset that yields each its own"
         )
 
 

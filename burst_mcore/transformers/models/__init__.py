@@ -2,7 +2,6 @@
 
 served         whether a model can be served; burst's attention put in
 attention      attention and masks of transformers, by BurstAttention; the masks of recurrences
-llama4         Llama 4's scale of queries, by place in the document
 rotary         rotary embeddings whose frequencies depend on the length
 sequence       the hooks around the forward of a model that sees a shard
 randomness     dropout masks and noise of each rank its own

@@ -33,7 +33,6 @@ from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.rollouts.columns import Columns
 from burst_mcore.rollouts.trees import depths, tree_mask
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.llama4 import tempered
 
 NAME = "burst"
 """The attn_implementation."""
@@ -220,11 +219,7 @@ def _read(function: Any, row: int, ends: tuple[int, ...]) -> Mask:
 
 
 def _blocks(ids: Tensor, row: int, ends: tuple[int, ...]) -> Mask:
-    """Return the mask in which the tokens of a document that have one id, 0 or more, see each other.
-
-    Raises:
-        RefusedError: ids of a shard alone; neighbours of one id in two documents.
-    """
+    """Return the mask in which the tokens of a document that have one id, 0 or more, see each other."""
     if len(ids) != ends[-1] and bool((ids >= 0).any()):
         raise RefusedError("mask", f"the model makes blocks of {len(ids)} of {ends[-1]} tokens: not served")
     numbers, counts = (x.tolist() for x in ids.unique_consecutive(return_counts=True))
@@ -315,7 +310,7 @@ def attend(
     sequence, masks = attention_mask.sequence, attention_mask.masks
     cached = attention_mask.offset or q.shape[1] != k.shape[1]
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope and not cached:
-        q = tempered(module, q, sequence.places())
+        q = _tempered(module, q, sequence.places())
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
         _from_cache(q[at], k[at], v[at], mask, attention_mask, Scores(scale, softcap), sinks)
@@ -326,6 +321,20 @@ def attend(
         for at, mask in zip(rows, masks, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs), None  # type: ignore[arg-type, return-value]
+
+
+def _tempered(module: Any, q: Tensor, places: Tensor) -> Tensor:
+    """Return queries of Llama 4, scaled by their places in documents, and no more by those in the shard.
+
+    q: [rows, tokens, heads, head_dim]; places: [rows or 1, tokens].
+    """
+
+    def scale(at: Tensor) -> Tensor:
+        steps = torch.floor((at + 1.0) / float(module.floor_scale))
+        return 1.0 + float(module.attn_scale) * torch.log1p(steps)
+
+    factor = (scale(places) / scale(torch.arange(places.shape[1]))).to(q.device, q.dtype)
+    return q * factor[:, :, None, None]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -343,12 +352,8 @@ def _from_cache(
     scores: Scores,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch.
-
-    Raises:
-        RefusedError: each rank has a shard of the new tokens: a wrapper handed the cache to the model inside.
-    """
-    if seen.sequence.last is not None:
+    """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch."""
+    if seen.sequence.last is not None:  # each rank has a shard of the new tokens
         before = k.shape[1] - q.shape[1]
         raise RefusedError(
             "cache",

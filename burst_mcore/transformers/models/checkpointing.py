@@ -20,7 +20,10 @@ def attach_checkpointing(model: Any, policy: Policy | None) -> None:
     Raises:
         RefusedError: the model does not support checkpointing.
     """
-    _detach(model)
+    for path, (on, function) in _USERS.pop(model, {}).items():
+        module: Any = model.get_submodule(path)
+        module.gradient_checkpointing = on
+        module._gradient_checkpointing_func = function
     if policy is None:
         return
     if not model.supports_gradient_checkpointing:
@@ -40,10 +43,3 @@ def attach_checkpointing(model: Any, policy: Policy | None) -> None:
 
 _USERS: WeakKeyDictionary[nn.Module, dict[str, tuple[bool, Any]]] = WeakKeyDictionary()
 """By model and path of a module, its state before ours: (whether it is checkpointed, by which function)."""
-
-
-def _detach(model: nn.Module) -> None:
-    for path, (on, function) in _USERS.pop(model, {}).items():
-        module: Any = model.get_submodule(path)
-        module.gradient_checkpointing = on
-        module._gradient_checkpointing_func = function

@@ -83,8 +83,6 @@ class Prefill:
     def _last(self) -> tuple[int, int]:
         """Return (rank of the prompt's last token, row whose logits this rank keeps: that one, or 0)."""
         size = self.topology.size
-        for rank in range(size):
-            rows = (positions(self.padded, rank=rank, size=size, layout=self.layout) == self.n - 1).nonzero()
-            if len(rows):
-                return rank, int(rows[0]) if rank == self.topology.rank else 0
-        raise AssertionError("every token is dealt to a rank")
+        every = [positions(self.padded, rank=rank, size=size, layout=self.layout) for rank in range(size)]
+        rank, row = (torch.stack(every) == self.n - 1).nonzero()[0].tolist()
+        return rank, row if rank == self.topology.rank else 0

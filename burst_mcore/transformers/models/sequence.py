@@ -27,12 +27,7 @@ from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.loss import Factor, WholeLoss, WholeTokens
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
-from burst_mcore.transformers.models.served import (
-    FEATURES,
-    attention_modules,
-    switched_attention,
-    text_config,
-)
+from burst_mcore.transformers.models.served import FEATURES, attention_modules, switched_attention
 from burst_mcore.transformers.models.trl import asks_for_fused_head
 
 logger = logging.getLogger("burst_mcore")
@@ -76,13 +71,11 @@ class SequenceParallel:
     trusted: bool = False
     """Whether attention that does not come here is accepted: it is the caller's, and handles shards."""
 
-    def attach(self) -> SequenceParallel:
-        """Add the hooks."""
+    def __post_init__(self) -> None:
         attached.add(self)
         self._names = [*inspect.signature(self.model.forward).parameters]
         self.model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.model.register_forward_hook(self._behind, with_kwargs=True, always_call=True)
-        return self
 
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -301,7 +294,8 @@ class SequenceParallel:
 
     def _counted(self, ids: Tensor, shifted: Tensor) -> int:
         """Return the number of labels. Numbers beyond the vocabulary would fail later, on this rank alone."""
-        size = getattr(text_config(self.model), "vocab_size", float("inf"))
+        settings: Any = self.model.config
+        size = getattr(settings.get_text_config(), "vocab_size", float("inf"))
         valid, ends = shifted != IGNORED, () if ids.is_floating_point() else ids.aminmax()
         count, *tokens = torch.stack([valid.sum(), *shifted.where(valid, 0).aminmax(), *ends]).tolist()
         if not 0 <= min(tokens) <= max(tokens) < size:

@@ -48,7 +48,7 @@ DROPOUTS = {
 """Names in configurations of shares that are dropped at random, with what a model then does."""
 
 
-def use_burst(model: nn.Module, size: int) -> nn.Module:
+def use_burst(model: nn.Module, size: int) -> Any:
     """Set attn_implementation="burst" on a causal LM of transformers; `size` ranks share a sequence.
 
     Returns:
@@ -68,8 +68,7 @@ def use_burst(model: nn.Module, size: int) -> nn.Module:
             binds(inner)
     except ValueError as error:
         raise RefusedError("model", str(error)) from None
-    transformer: nn.Module = inner
-    return transformer
+    return inner
 
 
 def _learned_prompts(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -215,16 +214,12 @@ def position_table(model: nn.Module) -> int | None:
     """Return how many positions a model has embeddings for; None where they are computed (rotary) or none."""
     if mixers_of(model) or any("RotaryEmbedding" in type(module).__name__ for module in model.modules()):
         return None
-    most: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    text = _of_transformers(model).config.get_text_config()
+    most: int | None = getattr(text, "max_position_embeddings", None)
     return most
 
 
-def text_config(model: nn.Module) -> Any:
-    """Return the configuration of a model's language model."""
-    return _of_transformers(model).config.get_text_config()
-
-
-def checked_loss(model: Any, size: int) -> None:
+def checked_loss(model: Any) -> None:
     """Wrap the model's loss function, so that a model that loses shift_labels on the way is refused."""
     own = model.loss_function
     if getattr(own, "burst_mcore", False):
@@ -235,13 +230,12 @@ def checked_loss(model: Any, size: int) -> None:
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         sequence = current()
-        shards = sequence is not None and sequence.last is not None
-        if not shards:  # whole sequences of this rank alone: the model's own affair
+        if sequence is None or sequence.last is None:  # whole sequences: the model's own affair
             return own(*args, **kwargs)
         if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
             raise RefusedError("model", f"{name} does not hand its loss shift_labels and num_items_in_batch")
-        weighs = sequence is not None and sequence.columns.weights is not None
-        return sequence.columns.loss(*args, **kwargs) if sequence and weighs else own(*args, **kwargs)
+        weighted = sequence.columns.weights is not None
+        return (sequence.columns.loss if weighted else own)(*args, **kwargs)
 
     loss.burst_mcore = True  # type: ignore[attr-defined]
     model.loss_function = loss
