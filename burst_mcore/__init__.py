@@ -1,7 +1,7 @@
 """burst_mcore: BurstAttention as a plugin for Megatron-Core, DeepSpeed and plain PyTorch.
 
 mask, layout            which tokens attend to which, and which rank holds which
-attention               the ring: `burst_attention`, `max_logit`
+attention               the ring: `burst_attention`
 loss                    the fused LM head and loss
 checkpointing, recurrent  recompute policies; recurrences and short convolutions beside attention
 rollouts                rollouts of one prompt as one packed row, a tree
@@ -25,7 +25,7 @@ from burst_mcore.layout import Layout, positions, shard, unshard
 from burst_mcore.mask import Mask
 
 if TYPE_CHECKING:
-    from burst_mcore.attention.api import burst_attention, max_logit
+    from burst_mcore.attention.api import burst_attention
 
 __all__ = [
     "BurstConfig",
@@ -34,7 +34,6 @@ __all__ = [
     "Mask",
     "Topology",
     "burst_attention",
-    "max_logit",
     "merge",
     "positions",
     "prepare",
@@ -48,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
     What only plans or explains need not wait for that.
     """
-    if name not in ("burst_attention", "max_logit"):
+    if name != "burst_attention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from burst_mcore.attention import api
 

@@ -24,6 +24,7 @@ _WRITTEN = {
     "softmax_scale=...": ("scale", "sm_scale", "scaling"),
     "softcap=...": ("logits_soft_cap", "softcap_value", "attn_logit_softcapping"),
     "sinks=...": ("s_aux", "sink", "learnable_sink", "softmax_offset"),
+    "return_max_logit=True": ("return_max_logits",),
     "return_lse=True": ("return_attn_probs", "return_softmax_lse", "return_softmax"),
     "topology=Topology.from_group(group)": ("group", "process_group", "cp_group", "sequence_process_group"),
 }

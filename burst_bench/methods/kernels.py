@@ -84,7 +84,7 @@ class Tiles:
 
         return step
 
-    def _forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
+    def _forward(self, tile: Tile) -> tuple[Tensor, ...]:
         q, k, v, _ = self.rows(tile)
         return self.kernel.forward(q, k, v, tile.pattern, scores_of(q))
 

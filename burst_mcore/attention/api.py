@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from itertools import product
-from typing import Any, Never
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from burst_mcore.attention.checks import check_dense
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
 from burst_mcore.attention.operator.ops import attend, attention_forward
-from burst_mcore.attention.operator.schema import ForwardArgs
+from burst_mcore.attention.operator.schema import ForwardArgs, ForwardResults
 from burst_mcore.attention.recompute.replay import CallId, SavedTail, entered, in_checkpoint
 from burst_mcore.attention.request import Options, Request, handle_of, options_of, topology_of, validate
 from burst_mcore.attention.runtime.executor import ProcessGroups
@@ -52,8 +51,9 @@ def burst_attention(
     sinks: Tensor | None = None,
     config: BurstConfig | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence that is sharded over the ranks of `topology` (BurstAttention).
 
     Every rank of the ring calls it with its own shard. Equals, for the whole sequence,
@@ -80,6 +80,9 @@ def burst_attention(
             of weights are. Every rank gives the same.
         config: default `BurstConfig()`.
         return_lse: also return the log-sum-exp of the scaled scores.
+        return_max_logit: also return, last, the largest scores, for qk-clip. Kernels "te" (2.9 and later, in
+            tiles without documents) and "reference" form them in passing; after others, each tile is attended
+            once more, and nothing is sent twice.
         unknown: none is legal; a name that another package has is answered with what to write here.
 
     Under torch.autocast q, k, v and a latent are cast, as those of scaled_dot_product_attention.
@@ -88,7 +91,10 @@ def burst_attention(
         out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
         [batch, local sequence, heads] in float32 (float64 for float64 inputs), -inf where a query sees no
         key, nor has a sink. It is differentiable, on all ranks or none: kernels that do not take D itself
-        then work on 8 more head columns in backward.
+        then work on 8 more head columns in backward. With `return_max_logit` also [heads] in the dtype of
+        lse, without a gradient: the largest score of each head that this rank formed, softmax_scale q k^T
+        where a query sees a key, before a softcap and without sinks; -inf if none. That of the whole
+        sequence is the maximum over the ranks, which is the caller's to take.
 
     Raises:
         ValueError: before any communication, this rank's arguments are not legal. After an exchange of a few
@@ -104,7 +110,7 @@ def burst_attention(
         q, k, v, up = autocast(q, k, v, up)
         handles = topology.handle, mask.handle, config.handle
         scale, softcap = (None if x is None else guard_scalar(x) for x in (softmax_scale, softcap))
-        handle = handle_of(handles, scale, softcap, bool(return_lse), travels)
+        handle = handle_of(handles, scale, softcap, bool(return_lse), bool(return_max_logit), travels)
     else:
         if not isinstance(topology, Topology):
             raise ValueError(
@@ -115,52 +121,21 @@ def burst_attention(
             k, v, up, travels = _keys(k, v, latent, unknown)
             if torch._C._is_any_autocast_enabled():  # of any device
                 q, k, v, up = autocast(q, k, v, up)
-            numbers = softmax_scale, softcap, bool(return_lse), travels
+            numbers = softmax_scale, softcap, bool(return_lse), bool(return_max_logit), travels
             options = Options.of(topology, mask, config, *numbers)
             request, handle = validate(q, k, v, options, sinks=sinks, up=up), options.handle
     tensors = [x for x in (q, k, v, sinks, up) if x is not None]
     needs_gradient = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
     args = ForwardArgs(q, k, v, sinks, handle, needs_gradient, up=up)
     if in_checkpoint():
-        out, lse = _checkpointed(args, request)
+        results: ForwardResults = _checkpointed(args, request)
     else:
-        out, lse = attention_forward(*args)[:2] if request is None else attend(args, request)[:2]
-    return (out, lse.transpose(1, 2)) if return_lse else out
-
-
-STEEP = {torch.float64: 2.0**40}
-"""By dtype, or 2^14: a factor of scores so steep that their log-sum-exp is their maximum.
-
-Too large by log(keys) / 2^14 at most. GPUs take exp2(fma(score, scale, -maximum)) of a rounded maximum: an
-exponent off by 2^-24 of it, finite for scores up to 100,000 at 2^14, and for none at 2^40."""
-
-
-def max_logit(
-    q: Tensor,
-    k: Tensor | None = None,
-    *,
-    topology: Topology,
-    mask: Mask,
-    latent: Latent | None = None,
-    softmax_scale: float | None = None,
-    config: BurstConfig | None = None,
-) -> Tensor:
-    """Return the largest score of each head between this rank's queries and the keys that they see, [heads].
-
-    For qk-clip. Scores are softmax_scale q k^T, before a softcap and without sinks, in float32 (float64 for
-    float64); -inf where no query sees a key. Of the whole sequence it is the maximum over the ranks, which is
-    the caller's to take. It has no gradient. It is one more forward, with arguments as those of
-    `burst_attention`, whose values are 8 columns of the keys.
-    """
-    with contextlib.nullcontext() if torch.compiler.is_compiling() else refusing(agreement_of(topology)):
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        v = None if k is None else k[..., :8]
-    with torch.no_grad():
-        options: dict[str, Any] = {"topology": topology, "mask": mask, "latent": latent, "config": config}
-        steep = STEEP.get(q.dtype, 2.0**14)
-        _, lse = burst_attention(q, k, v, **options, softmax_scale=scale * steep, return_lse=True)
-    none = lse.new_full((1, q.shape[2]), -torch.inf)
-    return torch.cat([none, lse.flatten(0, 1)]).amax(0) / steep
+        results = ForwardResults(*attention_forward(*args)) if request is None else attend(args, request)
+    if not return_lse and not return_max_logit:
+        return results.out
+    lse = [results.lse.transpose(1, 2)] if return_lse else []
+    max_logit = [results.max_logit.detach()] if return_max_logit else []
+    return results.out, *lse, *max_logit
 
 
 _ARGUMENTS = [*burst_attention.__annotations__][:-2]
@@ -194,8 +169,8 @@ def _keys(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _checkpointed(args: ForwardArgs, request: Request | None) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a call that is made in a checkpointed function.
+def _checkpointed(args: ForwardArgs, request: Request | None) -> ForwardResults:
+    """Return the results of a call that is made in a checkpointed function.
 
     Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
     their saved tensors by place.
@@ -220,7 +195,7 @@ def _checkpointed(args: ForwardArgs, request: Request | None) -> tuple[Tensor, T
     with refusing(agreement):
         for recording in entered.recordings:
             recording.record(own_id, tail)
-    return results.out, results.lse
+    return results
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:

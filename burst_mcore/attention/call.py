@@ -185,6 +185,8 @@ class Attended(NamedTuple):
     k: Tensor
     v: Tensor
     ring_lse: Tensor
+    max_logit: Tensor | None = None
+    """[H], if the call wants it: the largest score that this rank formed, -inf of heads of other members."""
 
 
 def sendable(call: Call, bundle: Bundle) -> Bundle:

@@ -70,6 +70,9 @@ class _Forward:
         self.residents = {call.position: Held(None, (q,), self.softmax)}
         """Queries that stay here, by their position."""
         self.keys_of = KeysOf() if expansion is None else ExpandedKeys(expansion)
+        self.max_logit: Tensor | None = None
+        if call.scores.max_logit:
+            self.max_logit = q.new_full((q.shape[2],), -torch.inf, dtype=wide(q.dtype))
 
     def run(self, transport: Transport) -> Attended:
         outward = self.outward() if self.inward else {}
@@ -84,10 +87,11 @@ class _Forward:
         ring.run(self.call.bound(Pass.FORWARD), self.compute)
         if not outward:
             out, lse = self.softmax.result()
-            return Attended(out, lse, self.q, self.k, self.v, lse)
+            return Attended(out, lse, self.q, self.k, self.v, lse, self.of_all_heads())
         out, *at_home = outward[Kind.RESULT].own
         lse_at_home = at_home[0] if at_home else None
-        return Attended(out, lse_at_home, self.q, self.k, self.v, self.softmax.lse())
+        ring_lse = self.softmax.lse()
+        return Attended(out, lse_at_home, self.q, self.k, self.v, ring_lse, self.of_all_heads())
 
     def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
         """Attend queries, or a member's, to the keys of one bundle, tile by tile."""
@@ -102,18 +106,28 @@ class _Forward:
         k, v = bundle
         for tile in met:
             queries, keys = relative_to(stored, tile.q), relative_to(rows, tile.k)
-            q_tile, k_tile, v_tile = gather(q, queries), gather(k, keys), gather(v, keys)
-            running = softmax.running(queries) if kernel.in_place else None
+            tensors = gather(q, queries), gather(k, keys), gather(v, keys)
+            inputs = *tensors, tile.pattern, scores
+            running, found = softmax.running(queries) if kernel.in_place else None, list[Tensor]()
             if kernel.in_place and running:
                 out, lse, fresh = running
-                kernel.in_place.merge_forward(
-                    q_tile, k_tile, v_tile, tile.pattern, scores, out, lse, fresh=fresh
-                )
-                continue
-            out, lse = kernel.forward(q_tile, k_tile, v_tile, tile.pattern, scores)
-            softmax.add(queries, out, lse)
+                kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
+            else:
+                out, lse, *found = kernel.forward(*inputs)
+                softmax.add(queries, out, lse)
+            if self.max_logit is not None:
+                most = found[0] if found else kernel.max_logit(*inputs)
+                self.max_logit = self.max_logit.maximum(most)
         if self.keys_of.expands and self.call.is_last(Pass.FORWARD, action):
             self.keys_of.close(action.source, gradients=False)
+
+    def of_all_heads(self) -> Tensor | None:
+        """Return the largest scores with those of the heads of other members, if the call wants them."""
+        own, member, members = self.max_logit, self.call.member, self.call.route.heads
+        if own is None or members == 1:
+            return own
+        none = torch.full_like(own, -torch.inf)
+        return torch.cat([own if each == member else none for each in range(members)])
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a travelling bundle."""
@@ -151,6 +165,7 @@ def forward_of_head(
     own = _own_tail(call, cut, tokens)
     on_ring = _tail_on_ring(call, cut, own)
     out, lse, *home = tail
+    max_logit = home.pop().clone() if call.scores.max_logit else None
     if (out.shape[1], lse.shape[2]) != (count(own), count(on_ring)):
         raise ValueError(
             f"out and lse of {count(own)} and {count(on_ring)} rows are after the cut at {cut} of "
@@ -158,21 +173,21 @@ def forward_of_head(
         )
     if cut == 0 and call.route.heads == 1:
         lse = lse.clone()
-        return Attended(out.clone(), lse, *inputs[:3], lse)
+        return Attended(out.clone(), lse, *inputs[:3], lse, max_logit)
     attended = forward(replace(call, plan=call.plan.head(cut)), transport, inputs)
     _fill(attended.out, own, out)
     _fill(attended.ring_lse, on_ring, lse)
     for values in home:
         assert attended.lse is not None
         _fill(attended.lse, own, values)
-    return attended
+    return attended._replace(max_logit=max_logit)
 
 
 def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tensor]:
     """Return the results from the global position `cut` on, in memory of their own.
 
     These are out and lse on the ring of this rank's rows. Under head x ring lse at home follows, if the call
-    wants it there.
+    wants it there, and then the largest scores, of all rows, if it wants them.
 
     tokens: the tokens of this rank; the rest of its rows is padding.
     """
@@ -180,6 +195,8 @@ def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tenso
     tail = [gather(attended.out, own), gather(attended.ring_lse, _tail_on_ring(call, cut, own))]
     if call.route.heads > 1 and attended.lse is not None:
         tail.append(gather(attended.lse, own))
+    if attended.max_logit is not None:
+        tail.append(attended.max_logit)
     return [x.clone(memory_format=torch.contiguous_format) for x in tail]
 
 

@@ -56,6 +56,7 @@ class Options:
     softmax_scale: float | None
     softcap: float | None
     return_lse: bool
+    return_max_logit: bool
     travels: str
     """`Latent.travels`."""
 
@@ -68,6 +69,7 @@ class Options:
         softmax_scale: float | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
+        return_max_logit: bool = False,
         travels: str = "off",
     ) -> Options:
         """Return the options of these values, the same for equal ones; ValueError if they are not legal."""
@@ -76,24 +78,33 @@ class Options:
         scale = None if softmax_scale is None else float(softmax_scale)  # numpy's too
         softcap = None if softcap is None else float(softcap)
         handles = ensure(topology), ensure(mask), ensure(config)
-        return options_of(handle_of(handles, scale, softcap, return_lse, travels))
+        return options_of(handle_of(handles, scale, softcap, return_lse, return_max_logit, travels))
 
     @cached_property
     def told(self) -> dict[str, str]:
         """The options by name, for messages and comparisons."""
-        names = "topology", "mask", "config", "softmax_scale", "softcap", "return_lse", "travels"
+        names = "topology", "mask", "config", *_NUMBERS, "travels"
         return dict(zip(names, self.handle.split("\n"), strict=True))
 
 
+_NUMBERS = "softmax_scale", "softcap", "return_lse", "return_max_logit"
+
+
 def handle_of(
-    handles: Sequence[str], softmax_scale: float | None, softcap: float | None, return_lse: bool, travels: str
+    handles: Sequence[str],
+    softmax_scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    return_max_logit: bool,
+    travels: str,
 ) -> str:
     """Return the handle of options; a compiled graph can make it.
 
     handles: those of topology, mask and config.
     """
     topology, mask, config = handles
-    return f"{topology}\n{mask}\n{config}\n{softmax_scale}\n{softcap}\n{return_lse}\n{travels}"
+    numbers = f"{softmax_scale}\n{softcap}\n{return_lse}\n{return_max_logit}"
+    return f"{topology}\n{mask}\n{config}\n{numbers}\n{travels}"
 
 
 @lru_cache(maxsize=REQUESTS)
@@ -103,12 +114,13 @@ def options_of(handle: str) -> Options:
     Raises:
         RuntimeError: the mask or the config is no longer there.
     """
-    topology, mask, config, *numbers, return_lse, travels = handle.split("\n")
+    topology, mask, config, *numbers, return_lse, return_max_logit, travels = handle.split("\n")
+    wanted = return_lse == "True", return_max_logit == "True"
     scale, softcap = (None if text == "None" else float(text) for text in numbers)
     softcap = softcap or None  # 0: none, as flash-attn has it
     # A compiled graph writes 1 where an eager call writes 1.0: to a recomputation both are the same call.
-    handle = handle_of((topology, mask, config), scale, softcap, return_lse == "True", travels)
-    return Options(handle, lookup(mask), lookup(config), scale, softcap, return_lse == "True", travels)
+    handle = handle_of((topology, mask, config), scale, softcap, *wanted, travels)
+    return Options(handle, lookup(mask), lookup(config), scale, softcap, *wanted, travels)
 
 
 def topology_of(handle: str) -> Topology:
@@ -164,6 +176,7 @@ class Request:
             "rates": str(self.rates),
             **{field.name: str(getattr(self.config, field.name)) for field in fields(self.config)},
             "lse wanted": str(self.return_lse),
+            "largest scores wanted": str(self.scores.max_logit),
             "sinks": str(self.sinks),
         }
 
@@ -235,7 +248,7 @@ def _request(shard: Shard, device: str, options: Options, sinks: bool) -> Reques
         config=config,
         device=device,
         shard=shard,
-        scores=Scores(scale, options.softcap, config.deterministic, margin),
+        scores=Scores(scale, options.softcap, config.deterministic, margin, options.return_max_logit),
         return_lse=options.return_lse,
         sinks=sinks,
         travels=options.travels,

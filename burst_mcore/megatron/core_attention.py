@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from burst_mcore.attention.api import burst_attention, connect, max_logit
+from burst_mcore.attention.api import burst_attention, connect
 from burst_mcore.attention.autotune.ways import Ranks, degrees_of
 from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.geometry.launches import launches_of
@@ -205,10 +205,12 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             seen = mask_of_call(packed_seq_params, mask & self.window, self.window)
             asked: dict[str, Any] = {"topology": topology, "mask": seen, "config": config}
             asked["softmax_scale"] = self.softmax_scale
-            out = burst_attention(q, **keys, sinks=self.softmax_offset, **asked)
-            if any(getattr(self.config, name, False) for name in ("qk_clip", "log_max_attention_logit")):
-                keys.pop("v", None)
-                largest, before = max_logit(q, **keys, **asked), self.current_max_attn_logits
+            if not any(getattr(self.config, name, False) for name in ("qk_clip", "log_max_attention_logit")):
+                out = burst_attention(q, **keys, sinks=self.softmax_offset, **asked)
+            else:
+                asked["return_max_logit"] = True
+                out, largest = burst_attention(q, **keys, sinks=self.softmax_offset, **asked)
+                before = self.current_max_attn_logits
                 self.current_max_attn_logits = largest if before is None else largest.maximum(before)
         assert isinstance(out, Tensor)
         return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)

@@ -143,7 +143,7 @@ def test_bad_arguments(call, words):
         ({"deterministic": True}, r"deterministic: write .*config=BurstConfig\(deterministic=...\)"),
         ({"layout": "zigzag"}, r"layout: write .*config=BurstConfig\(layout=...\)"),
         ({"softmax_scal": 1.0}, r"softmax_scal: did you mean softmax_scale\?$"),
-        ({"colour": 1}, "colour: legal are q, k, v, topology, mask, latent, .*, config, return_lse$"),
+        ({"colour": 1}, "colour: legal are q, k, v, topology, mask, .*, return_lse, return_max_logit$"),
     ],
 )
 def test_arguments_of_other_packages_are_answered_with_ours(names, words):

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from burst_mcore import BurstConfig, Mask, burst_attention, max_logit
+from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.autotune import question
 from burst_mcore.attention.geometry.plan import plan_of
@@ -184,7 +184,7 @@ def test_a_layer_compiles_into_one_graph(size, way):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"return_lse": True}, {"softmax_scale": 0.5, "sinks": True}],
+    [{}, {"return_lse": True, "return_max_logit": True}, {"softmax_scale": 0.5, "sinks": True}],
     ids=lambda x: ",".join(x) or "none",
 )
 def test_a_call_without_a_config_compiles_into_one_graph(options):
@@ -205,7 +205,7 @@ def _compiled_with_largest_logits(rank, size):
     options, got = {"topology": topology, "mask": Mask.causal()}, []
 
     def attend(q, k, v):
-        return burst_attention(q, k, v, **options), max_logit(q, k, **options)
+        return burst_attention(q, k, v, **options, return_max_logit=True)
 
     p = problem(0, 16 * size, dtype=torch.float32)
     for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):

@@ -1,6 +1,7 @@
 """Adapters of packages that are not here: stand-ins with the signatures of their versions, our arithmetic."""
 
 import functools
+import inspect
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -320,6 +321,19 @@ def _te(version):
         out, lse = _forward(q, k, v, attn_scale, None, _pattern(q, k, causal, -1, -1, -1))
         return out, [lse.unsqueeze(-1), torch.zeros(2)], None
 
+    def forward_29(*args, return_max_logit=False, **given):
+        out, aux, _ = forward(*args, **given)
+        q, k, v = args[5:8]
+        if not return_max_logit:
+            return out, aux
+        assert q.dim() == 4  # of packed sequences it would be that of padding, too, before 2.17
+        pattern = _pattern(q, k, given["attn_mask_type"] == "causal", -1, -1, -1)
+        return out, aux, REFERENCE.forward(q, k, v, pattern, Scores(given["attn_scale"], max_logit=True))[2]
+
+    places = inspect.signature(forward).parameters.values()
+    asked = inspect.Parameter("return_max_logit", inspect.Parameter.KEYWORD_ONLY, default=False)
+    forward_29.__signature__ = inspect.Signature([*places, asked])
+
     def gradients(q, k, v, o, d_o, aux, ends, attn_scale, attn_mask_type):
         causal = _causal_in_te(attn_mask_type, q.dim() == 3, ends)
         assert aux[1].shape == (2,) and aux[0].is_contiguous()
@@ -359,7 +373,7 @@ def _te(version):
     dtypes = {dtype: "the type" for dtype in (torch.float64, torch.float32)}
     return {
         "transformer_engine.pytorch.cpp_extensions.fused_attn": {
-            "fused_attn_fwd": forward,
+            "fused_attn_fwd": forward_29 if new else forward,
             "fused_attn_bwd": backward_215 if new else backward_20,
             "FusedAttnBackend": {"F16_arbitrary_seqlen": 1},
         },
@@ -420,6 +434,12 @@ def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kin
     x = BackwardInputs(p.dout, p.q, p.k, p.v, out, lse, row_delta(p.dout, out))
     for g, w in zip(kernel.backward(x, pattern, scores), REFERENCE.backward(x, pattern, scores), strict=True):
         assert error(g, w) < 1e-12
+    scores = Scores(0.3, max_logit=True)
+    *_, want_largest = REFERENCE.forward(p.q, p.k, p.v, pattern, scores)
+    *_, found = kernel.forward(p.q, p.k, p.v, pattern, scores)
+    if stand_in.version != "2.15.0":
+        found = kernel.max_logit(p.q, p.k, p.v, pattern, scores)
+    assert error(found, want_largest) < 1e-11
 
 
 @pytest.mark.parametrize("stand_in", STAND_INS, indirect=True, ids=lambda each: f"{each[0]}-{each[2]}")

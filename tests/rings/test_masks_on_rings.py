@@ -20,8 +20,6 @@ from burst_mcore import (
     Mask,
     Topology,
     burst_attention,
-    max_logit,
-    positions,
     shard,
     unshard,
 )
@@ -136,14 +134,12 @@ def test_random_masks_layouts_and_shapes(size, intra):
     processes(size, _samples, intra, range(28))
 
 
-def _largest(p, mask, scale, at):
-    """The largest score of each head of the queries at these positions, by definition."""
+def _largest(p, mask, scale):
+    """The largest score of each head, by definition, and the largest number among all scores."""
     q, k = p.q.double(), p.k.double().repeat_interleave(p.q.shape[2] // p.k.shape[2], 2)
-    scores = torch.einsum("bmhd,bnhd->bhmn", q[:, at], k) * scale
-    hidden = ~mask.allows(at, torch.arange(k.shape[1]))
-    none = scores.new_full((*scores.shape[:2], 1, scores.shape[3]), -torch.inf)
-    largest = torch.cat([scores.masked_fill(hidden, -torch.inf), none], 2).amax((0, 2, 3))
-    return largest, float(torch.linalg.vector_norm(scores, torch.inf)) if scores.numel() else 0.0
+    scores, at = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale, torch.arange(k.shape[1])
+    largest = scores.masked_fill(~mask.allows(at, at), -torch.inf).amax((0, 2, 3))
+    return largest, float(torch.linalg.vector_norm(scores, torch.inf))
 
 
 def _max_logits(rank, size, intra, seeds):
@@ -151,16 +147,18 @@ def _max_logits(rank, size, intra, seeds):
     for seed in seeds:
         draw = random.Random(seed)
         p, mask, config = _case(draw, Ranks(size, intra), draw.choice((*DTYPES, torch.float64)))
-        scale = draw.choice((None, 2.5))
-        q, k = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p[:2])
-        got = max_logit(
-            q.requires_grad_(), k, topology=topology, mask=mask, softmax_scale=scale, config=config
-        )
-        at = positions(p.q.shape[1], rank=rank, size=size, layout=config.layout)
-        want, most = _largest(p, mask, p.q.shape[3] ** -0.5 if scale is None else scale, at)
-        assert got.dtype == (torch.float64 if p.q.dtype == torch.float64 else torch.float32)
-        assert not got.requires_grad
+        config = replace(config, kernel=draw.choice(("auto", "reference")))
+        options = {"softmax_scale": draw.choice((None, 2.5)), "return_lse": True}
+        options["softcap"] = 1.5 if config.kernel == "reference" and draw.random() < 0.5 else None
+        q, k, v = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p[:3])
+        call = partial(burst_attention, q, k.requires_grad_(), v, topology=topology, mask=mask, config=config)
+        out, lse, got = call(**options, return_max_logit=True)
+        assert all(map(torch.equal, (out, lse), call(**options))) and out.requires_grad
+        assert got.dtype == lse.dtype and not got.requires_grad
+        dist.all_reduce(got, dist.ReduceOp.MAX)
+        want, most = _largest(p, mask, p.q.shape[3] ** -0.5 if options["softmax_scale"] is None else 2.5)
         of_one, steep = (1e-10, 2**40) if p.q.dtype == torch.float64 else (1e-6, 2**14)
+        assert torch.isfinite(got).all() == torch.isfinite(want).all()
         torch.testing.assert_close(
             got.double(), want, rtol=of_one, atol=of_one * most + math.log(p.q.shape[1]) / steep
         )
@@ -173,7 +171,7 @@ def test_largest_logits_of_random_masks_layouts_and_shapes(size, intra):
 
 def _by_fused_multiply_add(q, k, v, pattern, scores):
     """A forward whose exponents are rounded once, as on GPUs, below a maximum that was rounded before."""
-    out, _ = REFERENCE.forward(q, k, v, pattern, scores)
+    out, *_ = REFERENCE.forward(q, k, v, pattern, scores)
     products = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()).float()
     factor = torch.tensor(scores.scale * math.log2(math.e)).float()
     most = (products.amax(-1, keepdim=True) * factor).float()
@@ -191,12 +189,12 @@ def test_largest_logits_of_kernels_that_fuse_a_multiplication_with_an_addition(l
     want = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()).amax((0, 2, 3))
     options = {"topology": Topology.single(), "mask": Mask.full(), "config": BurstConfig(kernel="reference")}
     scale = largest / float(want.max())
-    got = max_logit(q, k, softmax_scale=scale, **options).double()
-    torch.testing.assert_close(got, want * scale, rtol=1e-6, atol=math.log(128) / 2**14)
+    _, got = burst_attention(q, k, k, softmax_scale=scale, return_max_logit=True, **options)
+    torch.testing.assert_close(got.double(), want * scale, rtol=1e-6, atol=math.log(128) / 2**14)
 
 
 def _cost_of_largest_logits(rank, size):
-    """(bytes sent, pairs met) of a forward and of its largest logits."""
+    """(bytes sent, pairs met) of a forward, and with its largest logits, by kernel."""
     sent, pairs, batch = [], count_pairs(), dist.batch_isend_irecv
 
     def counting(operations):
@@ -207,16 +205,17 @@ def _cost_of_largest_logits(rank, size):
     p = problem(0, 256, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32)
     q, k, v = (shard(x, 1, rank=rank, size=size, layout="zigzag") for x in p[:3])
     options = {"topology": Topology.from_group(dist.group.WORLD), "mask": Mask.causal()}
-    for call in (partial(burst_attention, q, k, v), partial(max_logit, q, k)):
+    for kernel, wanted in itertools.product(("aten-cpu", "reference"), (False, True)):
         sent.clear(), pairs.clear()
-        call(**options)
+        burst_attention(q, k, v, **options, config=BurstConfig(kernel=kernel), return_max_logit=wanted)
         found.append((sum(sent), pairs["forward"]))
     return found
 
 
-def test_largest_logits_cost_the_pairs_of_a_forward_and_little_over_half_of_its_bytes():
-    for (sent, pairs), (of_largest, met) in processes(2, _cost_of_largest_logits):
-        assert met == pairs > 0 and of_largest * 2 * 64 == sent * (64 + 8) > 0
+def test_largest_logits_send_nothing_more_and_kernels_that_have_them_meet_no_pair_twice():
+    for (sent, pairs), twice, *of_reference in processes(2, _cost_of_largest_logits):
+        assert sent > 0 and pairs > 0 and twice == (sent, 2 * pairs)
+        assert of_reference == [(sent, pairs)] * 2
 
 
 def _counted(rank, size):

@@ -78,11 +78,12 @@ def simulate(
         q, k, v, dout = (pad(x, (0, 0, 0, 0, 0, call.rows - rows)) for x in own)
         inputs = [x.clone() for x in (q, k, v, dout)]
         done = forward(call, carrier, Inputs(q, k, v, expansion=expansion))
-        saved = [x.clone() for x in done]
+        kept = [x for x in done if x is not None]
+        saved = [x.clone() for x in kept]
         sent, carrier.sent = carrier.sent, type(carrier.sent)()
         queries = Queries(done.q, dout, row_delta(dout, done.out), done.ring_lse)
         gradients = backward(call, carrier, queries, Keys(done.k, done.v), done.out, expansion)
-        for now, before in zip((q, k, v, dout, *done), (*inputs, *saved), strict=True):
+        for now, before in zip((q, k, v, dout, *kept), (*inputs, *saved), strict=True):
             assert torch.equal(now, before)  # neither the caller's nor the saved are ever written
         results = (done.out, done.lse.transpose(1, 2), *gradients)
         of_weights = [expansion.weight_gradient()] if expansion else []

@@ -33,7 +33,8 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
             return kernel.forward(q, k, v, pattern, scores)
         table = pattern.table_on(q.device)
         rows, columns = _spoiled(q), _spoiled(k, v)
-        out, lse = kernel.forward(_zeroed(q, rows), _zeroed(k, columns), _zeroed(v, columns), pattern, scores)
+        zeroed = _zeroed(q, rows), _zeroed(k, columns), _zeroed(v, columns)
+        out, lse, *_ = kernel.forward(*zeroed, pattern, scores)
         spoiled = (rows & table.any(1)) | _meet(columns, table.T)
         out[spoiled] = torch.nan
         lse.masked_fill_(spoiled[:, None], torch.nan)

@@ -48,10 +48,12 @@ class Scores(NamedTuple):
     """Gradients are bitwise equal between runs."""
     sm_margin: int = 0
     """Multiprocessors to leave to messages under way, for kernels that take all others for themselves."""
+    max_logit: bool = False
+    """Whether forward returns the largest score of each head, too, in kernels that have it."""
 
 
-Results = tuple[Tensor, Tensor]
-"""out and lse of a tile: see `Forward`."""
+Results = tuple[Tensor, ...]
+"""out and lse of a tile, and the largest scores of kernels that are asked and have them: see `Forward`."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk and dv of a tile: see `Backward`."""
 
@@ -61,9 +63,17 @@ class Forward(Protocol):
 
     Both results are new tensors that the caller may write. In rows that see no key out is finite, and lse is
     -inf. lse is natural-log, in at least float32; a float64 one tells by how much float32 would round it.
+    The third result is [H]: the largest score that a row sees, before a softcap.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results: ...
+
+
+STEEP = {torch.float64: 2.0**40}
+"""By dtype, or 2^14: a factor of scores so steep that their log-sum-exp is their maximum.
+
+Too large by log(keys) / 2^14 at most. GPUs take exp2(fma(score, scale, -maximum)) of a rounded maximum: an
+exponent off by 2^-24 of it, finite for scores up to 100,000 at 2^14, and for none at 2^40."""
 
 
 class BackwardInputs(NamedTuple):
@@ -132,6 +142,12 @@ class Kernel:
     def for_problem(self, problem: Problem) -> Kernel:
         """Return the kernel that serves a problem in the name of this one."""
         return self.of_documents if problem.documents and self.of_documents else self
+
+    def max_logit(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Tensor:
+        """Return the largest score of each head of a tile, [H], by one more forward."""
+        steep = STEEP.get(q.dtype, 2.0**14)
+        lse = self.forward(q, k, v, pattern, Scores(scores.scale * steep, sm_margin=scores.sm_margin))[1]
+        return (lse.amax((0, 2)) / steep).to(wide(q.dtype))
 
     def shares(
         self, inputs: BackwardInputs, pattern: Pattern, scores: Scores, *, queries_travel: bool

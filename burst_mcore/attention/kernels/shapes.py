@@ -47,8 +47,8 @@ def takes_any_value_dim(kernel: Kernel) -> Kernel:
         if q.shape[-1] == width:
             return kernel.forward(q, k, v, pattern, scores)
         dim = max(q.shape[-1], width)
-        out, lse = kernel.forward(padded(q, dim), padded(k, dim), padded(v, dim), pattern, scores)
-        return out[..., :width], lse
+        out, *others = kernel.forward(padded(q, dim), padded(k, dim), padded(v, dim), pattern, scores)
+        return out[..., :width], *others
 
     def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
         width, value_width = inputs.q.shape[-1], inputs.v.shape[-1]

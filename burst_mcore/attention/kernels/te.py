@@ -82,8 +82,8 @@ def _of_sequences(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     q, k, v = (x.contiguous() for x in (q, k, v))  # it reads by the layout's name, not by strides
-    out, statistics = _attend(_of_tile(pattern, q, k), q, k, v, scores)
-    return out, statistics.squeeze(-1)
+    out, statistics, *max_logit = _attend(_of_tile(pattern, q, k), q, k, v, scores)
+    return out, statistics.squeeze(-1), *max_logit
 
 
 def _forward_of_documents(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
@@ -91,21 +91,26 @@ def _forward_of_documents(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sco
         return aten.FLASH.forward(q, k, v, pattern, scores)
     (batch, rows), call = q.shape[:2], _of_sequences(pattern, q, k)
     q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
-    out, statistics = _attend(call, q, k, v, scores)
+    out, statistics = _attend(call, q, k, v, scores._replace(max_logit=False))  # of rows of padding, too
     lse = statistics[: batch * rows].view(batch, rows, -1)  # of more tokens: their number is rounded up
     return out.unflatten(0, (batch, rows)), lse.transpose(1, 2)
 
 
-def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Return (out, statistics) as TransformerEngine lays them out."""
+def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+    """Return (out, statistics) as TransformerEngine lays them out, and of 2.9 and later the largest scores.
+
+    These come rounded to the dtype of out.
+    """
     te, ends = _te(), call.ends
-    out, aux, *_ = packages.call(
+    finds = scores.max_logit and packages.has(te.fused_attn_fwd, "return_max_logit")
+    asked = {"return_max_logit": True} if finds else {}
+    out, aux, *max_logit = packages.call(
         te.fused_attn_fwd, True, ends.longest_q, ends.longest_k, ends.of_q, ends.of_k, q, k, v, q.dtype,
         te.FusedAttnBackend["F16_arbitrary_seqlen"], attn_scale=scores.scale, dropout=0.0,
         qkv_layout="_".join([call.layout] * 3), attn_bias_type="no_bias", attn_mask_type=call.mask,
-        if_there={"o_format": call.layout}, **call.padded,
+        if_there={"o_format": call.layout}, **call.padded, **asked,
     )  # fmt: skip
-    return out, aux[0]
+    return out, aux[0], *(x.to(aux[0].dtype) for x in max_logit if asked)
 
 
 def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:

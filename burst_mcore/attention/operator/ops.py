@@ -117,15 +117,17 @@ def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResult
         tail = tail_of(call, cut, attended, tokens) if args.keep and args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
-    out, lse = attended.out, attended.lse
-    if lse is None:
-        lse = q.new_empty(0, dtype=attended.ring_lse.dtype)
+    out, lse, max_logit = (
+        attended.ring_lse.new_empty(0) if x is None else x
+        for x in (attended.out, attended.lse, attended.max_logit)
+    )
     return ForwardResults(
         out=_owned(out if tokens == call.rows else out[:, :tokens]),
         lse=_owned(lse if tokens == call.rows else lse[..., :tokens]),
         on_ring=[attended.q, attended.k, attended.v, attended.ring_lse] if call.route.heads > 1 else [],
         record=records.pack(CallRecord(agreed.number, cut, lengths), q.device),
         tail=tail,
+        max_logit=max_logit,
     )
 
 
@@ -196,8 +198,9 @@ def _(*values: Any) -> tuple[Any, ...]:
     out = q.new_empty((*q.shape[:3], args.value_dim))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     record = q.new_empty(2 + topology.size, dtype=torch.int64)  # as `records.pack` makes it
+    max_logit = q.new_empty(q.shape[2] if options.return_max_logit else 0, dtype=dtype)
     if config.head_parallel == 1 and not args.saves:
-        return tuple(ForwardResults(out, lse, [], record, []))
+        return tuple(ForwardResults(out, lse, [], record, [], max_logit))
     with refusing(agreement_of(topology)), unset_fake_temporarily():  # plans are cached: of real tensors
         latent = None if args.up is None else (int(k.shape[3]), int(v.shape[3]))
         kv_heads = int(k.shape[2] if latent is None else q.shape[2])
@@ -220,10 +223,11 @@ def _(*values: Any) -> tuple[Any, ...]:
     tail = []
     if args.saves:
         at_home = lse if call.lse_at_home else None
-        tail = tail_of(call, cut, Attended(out, at_home, q, k, v, ring_lse), shard.tokens)
+        attended = Attended(out, at_home, q, k, v, ring_lse, max_logit if options.return_max_logit else None)
+        tail = tail_of(call, cut, attended, shard.tokens)
     if call.route.heads > 1 and not call.lse_at_home:
         lse = q.new_empty(0, dtype=dtype)
-    return tuple(ForwardResults(out, lse, on_ring, record, tail))
+    return tuple(ForwardResults(out, lse, on_ring, record, tail, max_logit))
 
 
 def _backward(args: BackwardArgs, request: Request | None = None) -> BackwardResults:

@@ -64,12 +64,15 @@ class ForwardResults(NamedTuple):
     """A packed `CallRecord`, on the device of q."""
     tail: list[Tensor]
     """The results after the cut, in memory of their own: see `recompute.replay.SavedTail`."""
+    max_logit: Tensor
+    """[H]; empty unless the call wants it."""
 
     def whole(self, *, lse_at_home: bool) -> list[Tensor]:
         """Return all results in the form of a tail, without a copy."""
+        max_logit = [self.max_logit] if self.max_logit.numel() else []
         if not self.on_ring:
-            return [self.out, self.lse]
-        return [self.out, self.on_ring[3], *([self.lse] if lse_at_home else [])]
+            return [self.out, self.lse, *max_logit]
+        return [self.out, self.on_ring[3], *([self.lse] if lse_at_home else []), *max_logit]
 
 
 class BackwardArgs(NamedTuple):
