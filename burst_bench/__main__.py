@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         _tell(error, first, running)
         return 2
     say(f"{subject.about()}\n\n{report.report(results)}\n\nall figures: {out}\n")
-    if first and subject.curve is not None and results.figures:
+    if first and subject.curve is not None and results.tables:
         report.save_curve(results, subject.curve, out.with_suffix(".png"))
         say(f"curve:       {out.with_suffix('.png')}\n")
     return int(bool(results.errors) or not all(bar.reached for bar in results.bars))

@@ -108,19 +108,8 @@ class Stage:
     """Bytes that the process takes from the system before anything is timed."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """The samples of one meter of one method on one case."""
-
-    case: str
-    method: str
-    meter: str
-    samples: tuple[float, ...]
-    """One for each round."""
-
-
 class Table(dict[tuple[str, str], Sequence[float]]):
-    """The samples of one case by (method, meter)."""
+    """The samples of one case by (method, meter), one for each round."""
 
     @property
     def methods(self) -> list[str]:

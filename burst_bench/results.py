@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from burst_bench.core import ALL, Bar, Case, Derived, Figure, Table
+from burst_bench.core import ALL, Bar, Case, Derived, Table
 from burst_plan import provenance
 
 SCHEMA = 1
@@ -40,7 +40,8 @@ class Results:
     """None where a run of before did not record them."""
     cases: dict[str, Any] = field(default_factory=dict)
     """The fields of each case, by name."""
-    figures: list[Figure] = field(default_factory=list)
+    tables: dict[str, Table] = field(default_factory=dict)
+    """The figures of each case, and of ALL cases."""
     refused: list[dict[str, str]] = field(default_factory=list)
     """Methods that were not timed: case, method, reason."""
     errors: list[dict[str, str]] = field(default_factory=list)
@@ -51,26 +52,18 @@ class Results:
     notes: list[str] = field(default_factory=list)
     """What a reader must know besides."""
 
-    @property
-    def tables(self) -> dict[str, Table]:
-        """The samples of each case by (method, meter)."""
-        tables: dict[str, Table] = {}
-        for f in self.figures:
-            tables.setdefault(f.case, Table())[f.method, f.meter] = f.samples
-        return tables
-
     def add(self, case: str, figures: Derived) -> None:
         """Take the figures of a case, but those without samples."""
         for method, meter, samples in figures:
             if len(samples):
-                self.figures.append(Figure(case, method, meter, tuple(samples)))
+                self.tables.setdefault(case, Table())[method, meter] = tuple(samples)
 
     def judge(self, subject: type[Case], cases: Mapping[str, Case]) -> None:
         """Put every figure that has a bar beside it, and list the claims that have none."""
-        self.bars, self.not_judged, tables = [], [], self.tables
+        self.bars, self.not_judged = [], []
         bars = [replace(bar, case=name) for name, case in cases.items() for bar in case.bars(self.device)]
         for bar in (*bars, *(replace(bar, case=ALL) for bar in subject.overall)):
-            samples = tables.get(bar.case, Table()).get((bar.method, bar.meter))
+            samples = self.tables.get(bar.case, Table()).get((bar.method, bar.meter))
             if samples:
                 self.bars.append(replace(bar, value=statistics.median(samples)))
             else:
@@ -92,12 +85,21 @@ class Results:
             "errors": self.errors,
             "notes": self.notes,
         }
-        figures = [
-            json.dumps({**asdict(f), "unit": unit_of(f.meter), "median": statistics.median(f.samples)})
-            for f in self.figures
-        ]
-        lines = ",\n  ".join(figures)  # a figure a line: short, and easy to compare
+        figures = (_figure(case, *key, table[key]) for case, table in self.tables.items() for key in table)
+        lines = ",\n  ".join(map(json.dumps, figures))  # a figure a line: short, and easy to compare
         return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
+
+
+def _figure(case: str, method: str, meter: str, samples: Sequence[float]) -> dict[str, Any]:
+    unit, median = unit_of(meter), statistics.median(samples)
+    return {
+        "case": case,
+        "method": method,
+        "meter": meter,
+        "samples": samples,
+        "unit": unit,
+        "median": median,
+    }
 
 
 def read(path: Path) -> Results:
@@ -110,7 +112,8 @@ def read(path: Path) -> Results:
     if whole.get("schema") != SCHEMA:
         raise ValueError(f"{path} is not a file of `burst-mcore bench`, schema {SCHEMA}")
     names = ("subject", "about", "device", "repeats", "cases", "refused", "errors", "notes")
-    figures = [Figure(f["case"], f["method"], f["meter"], tuple(f["samples"])) for f in whole["figures"]]
     bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
-    heads = {name: whole[name] for name in names}
-    return Results(**heads, figures=figures, bars=bars, not_judged=whole["not judged"])
+    results = Results(**{name: whole[name] for name in names}, bars=bars, not_judged=whole["not judged"])
+    for figure in whole["figures"]:
+        results.add(figure["case"], [(figure["method"], figure["meter"], figure["samples"])])
+    return results

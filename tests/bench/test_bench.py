@@ -21,7 +21,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from burst_bench import core, gate, report, stage
-from burst_bench.core import METHODS, Bar, Figure, Method, Trial, World, of_kind
+from burst_bench.core import METHODS, Bar, Method, Table, Trial, World, of_kind
 from burst_bench.methods.attention import HIDDEN, attended
 from burst_bench.methods.sharded import RingCase, dealt, share_of
 from burst_bench.results import Results, read, unit_of
@@ -304,11 +304,9 @@ class Judged(attention.AttentionCase):
 
 
 def test_bars_judge_medians_and_a_missing_figure_is_told():
-    figures, fields = (
-        [Figure("a", "burst", "cpu", (1.0, 9.0, 1.5))],
-        {"heads": 4, "dtype": "float32", "of": []},
-    )
-    results = Results("attention", "", "cpu", 3, {"a": fields}, figures)
+    tables = {"a": Table({("burst", "cpu"): (1.0, 9.0, 1.5)})}
+    fields = {"heads": 4, "dtype": "float32", "of": []}
+    results = Results("attention", "", "cpu", 3, {"a": fields}, tables)
     results.judge(Judged, {"a": Judged()})
     assert [(bar.claim, bar.value, bar.reached) for bar in results.bars] == [
         ("low", 1.5, True),
@@ -323,7 +321,8 @@ def test_bars_judge_medians_and_a_missing_figure_is_told():
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
-    results = Results("masks", "about", "cpu", 3, {"a": {"seq": 8}}, [Figure("a", "b", "cpu", (1.0, 2.0))])
+    tables = {"a": Table({("b", "cpu"): (1.0, 2.0)})}
+    results = Results("masks", "about", "cpu", 3, {"a": {"seq": 8}}, tables)
     results.notes.append("a note")
     (tmp_path / "a.json").write_text(results.as_json())
     assert read(tmp_path / "a.json") == results

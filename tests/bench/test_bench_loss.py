@@ -12,7 +12,7 @@ pytest.importorskip("typer")
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench.core import METHODS, Figure, Method, Table, World, of_kind
+from burst_bench.core import METHODS, Method, Table, World, of_kind
 from burst_bench.memory import LargestMade, peak_bytes
 from burst_bench.methods import heads
 from burst_bench.results import Results, read
@@ -151,7 +151,7 @@ def _judged(case, **of_methods):
         for meter, samples in meters.items()
     }
     table |= {(m, meter): samples for m, meter, samples in case.derive(Table(table)) if len(samples)}
-    results.figures = [Figure("large", m, meter, tuple(samples)) for (m, meter), samples in table.items()]
+    results.tables["large"] = Table(table)
     results.judge(HeadCase, {"large": case})
     return {bar.claim: bar.reached for bar in results.bars}, results.not_judged
 

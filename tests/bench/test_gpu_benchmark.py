@@ -13,7 +13,7 @@ from burst_bench.__main__ import main
 from burst_bench.check.__main__ import as_text, judged, line_of
 from burst_bench.check.__main__ import main as check
 from burst_bench.check.parts import PARTS, SMOKE, Check, claim
-from burst_bench.core import Figure, Method
+from burst_bench.core import Method, Table
 from burst_bench.methods import METHODS
 from burst_bench.results import Results, read
 from burst_bench.run import run
@@ -102,7 +102,7 @@ def test_a_case_that_fails_costs_no_other():
         name: VirtualCase(tokens=64, size=2, heads=2, kv_heads=n, head_dim=16) for name, n in groups.items()
     }
     seen = []
-    results = run(subject, cases, [], 1, "cpu", lambda results: seen.append(len(results.figures)))
+    results = run(subject, cases, [], 1, "cpu", lambda results: seen.append(len(results.tables)))
     assert [error["case"] for error in results.errors] == ["bad"]
     assert results.tables["good"]["burst", "kernel / this"]
     assert seen[0] == 0 < seen[1]  # written after each
@@ -150,7 +150,7 @@ def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
     speed = claim("speed", "ours", "x", 0.9, 0.8)
     one = Check("case", KernelCase(), (speed, replace(speed, at_most=True), replace(speed, bound=None)))
     for device, verdicts in (("cuda", [False, True, True]), ("cpu", [True, True, True])):
-        results = Results("kernels", "", device, 1, figures=[Figure("case", "ours", "x", (0.7,))])
+        results = Results("kernels", "", device, 1, tables={"case": Table({("ours", "x"): (0.7,)})})
         lines = [line_of(*found, device) for found in judged(one, results)]
         assert [line["ok"] for line in lines] == verdicts and {line["measured"] for line in lines} == {0.7}
     (found, *_) = judged(

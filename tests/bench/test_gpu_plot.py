@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from burst_bench import report
-from burst_bench.core import Bar, Figure
+from burst_bench.core import Bar, Table
 from burst_bench.results import Results
 
 RESULTS = Results(
@@ -16,11 +16,15 @@ RESULTS = Results(
     "cuda",
     3,
     {"ring of 8": {}},
-    [
-        Figure("ring of 8", "burst", "kernel / this", (0.96, 0.97, 0.98)),
-        Figure("ring of 8", "burst", "copies / without", (1.05, 1.05, 1.05)),
-        Figure("ring of 8", "kernel alone", "backward TFLOP/s", (600.0,)),
-    ],
+    {
+        "ring of 8": Table(
+            {
+                ("burst", "kernel / this"): (0.96, 0.97, 0.98),
+                ("burst", "copies / without"): (1.05, 1.05, 1.05),
+                ("kernel alone", "backward TFLOP/s"): (600.0,),
+            }
+        )
+    },
     errors=[{"case": "ring of 16", "error": "RuntimeError: gone"}],
     bars=[
         Bar("both", "burst", "kernel / this", 0.92, False, "ring of 8", 0.97),
@@ -45,9 +49,8 @@ def test_the_picture_and_the_table(tmp_path, monkeypatch, capsys):
 
 
 def test_a_curve_has_a_point_for_each_method(tmp_path):
-    figures = [
-        Figure("a", m, meter, (x,)) for m, x in (("one", 1.0), ("two", 2.0)) for meter in ("peak", "cpu")
-    ]
-    results = Results("recompute", "", "cpu", 1, {"a": {}}, [*figures, Figure("a", "three", "cpu", (1.0,))])
+    figures = {(m, meter): (x,) for m, x in (("one", 1.0), ("two", 2.0)) for meter in ("peak", "cpu")}
+    table = Table({**figures, ("three", "cpu"): (1.0,)})
+    results = Results("recompute", "", "cpu", 1, {"a": {}}, {"a": table})
     report.save_curve(results, ("peak", "cpu"), tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
