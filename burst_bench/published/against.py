@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,6 @@ from burst_bench.published.training import figure as figure_of
 from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.rates import Rates
 from burst_plan.step.way import Way
-
-Prediction = tuple[float | None, str | None]
-"""(figure, None), or (None, the reason why there is none)."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +45,29 @@ class Compared:
         return self.predicted / self.measured - 1
 
     @property
+    def percent(self) -> str | None:
+        return None if self.error is None else f"{self.error:+.1%}"
+
+    @property
+    def remark(self) -> str:
+        return self.why or "used for calibration" * self.calibrated
+
+    @property
+    def split(self) -> str:
+        """The method and how many ranks share heads."""
+        assert self.row is not None
+        heads = self.row.head_parallel
+        return self.row.method if heads is None else f"{self.row.method} head_parallel={heads}"
+
+    @property
     def words(self) -> str:
-        """The row in words."""
         row, entries = self.row, self.entries
         if row is None:
             where = f"{entries['gpus']} {entries['hardware']}, {entries['seq']}"
             how = f"{Way(**entries['way'])} {entries.get('method', '')}".rstrip()
             return f"{entries['model'].get('name', 'a model')} on {where}, {how}, {entries['metric']}"
         shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"
-        return f"{shape}, {row.mask} {row.passes}, {_method(self)}"
+        return f"{shape}, {row.mask} {row.passes}, {self.split} {row.variant}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
         """Return the input with "measured" and "predicted", and "why" if nothing is predicted."""
@@ -84,7 +95,6 @@ class Report:
 
     @property
     def median(self) -> float:
-        """The median error; NaN where nothing is judged."""
         return statistics.median(self.errors) if self.errors else math.nan
 
     def within(self, share: float) -> float:
@@ -117,10 +127,7 @@ class Report:
     def text(self) -> str:
         """Return all figures as a table, the numbers that were fitted, and the errors in a sentence."""
         headers = ("figure", "measured", "predicted", "error", "")
-        lines = [
-            (one.words, one.measured, one.predicted, _percent(one.error), _remark(one))
-            for one in self.compared
-        ]
+        lines = [(one.words, one.measured, one.predicted, one.percent, one.remark) for one in self.compared]
         table: str = tabulate(lines, headers, floatfmt=".4g", missingval="-")
         return "\n".join([table, "", *map(_fitted, self.machines.values()), self.sentence])
 
@@ -141,7 +148,6 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """The errors in words."""
         errors, regrets = self.errors, [one["regret"] for one in self.regret]
         if not errors:
             return f"{len(self.compared)} figures, none of them both measured and predicted"
@@ -163,7 +169,7 @@ def _regret(group: tuple[object, ...], members: Sequence[Compared]) -> dict[str,
     """Return the regret of a group, of each split its best variant; None if all rows are of one split."""
     splits: dict[str, list[Compared]] = defaultdict(list)
     for one in members:
-        splits[_split(one)].append(one)
+        splits[one.split].append(one)
     if len(splits) == 1:
         return None
     measured = {split: max(one.measured or 0.0 for one in rows) for split, rows in splits.items()}
@@ -177,62 +183,23 @@ def _regret(group: tuple[object, ...], members: Sequence[Compared]) -> dict[str,
     }
 
 
-def _split(one: Compared) -> str:
-    """Return the method and how many ranks share heads."""
-    assert one.row is not None
-    heads = one.row.head_parallel
-    return one.row.method if heads is None else f"{one.row.method} head_parallel={heads}"
-
-
-def _method(one: Compared) -> str:
-    assert one.row is not None
-    return f"{_split(one)} {one.row.variant}".rstrip()
-
-
-def _percent(error: float | None) -> str | None:
-    return None if error is None else f"{error:+.1%}"
-
-
-def _remark(one: Compared) -> str:
-    return one.why or ("used for calibration" if one.calibrated else "")
-
-
 def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates | None = None) -> Report:
-    """Return the figures of files of rows beside predictions.
+    """Return the figures of files of rows, of attention or of training steps, beside predictions.
 
-    Args:
-        files: Rows of attention, or of training steps.
-        calibrate: Files of rows of attention to which machines are fitted first.
-        rates: Those of the machine that all rows are from, in place of presets.
-
-    Raises:
-        ValueError: a file or a row that is not legal, with its name and number; both rates and rows to fit.
+    Machines are fitted first to the rows of attention in `calibrate`; or all rows are of one machine, with
+    `rates`. Raises a ValueError for both, and for a file or a row that is not legal.
     """
     used = [row for path in calibrate for row in _to_fit(path)]
     if rates is not None and used:
         raise ValueError("--rates replaces the machines that --calibrate fits: give one of them")
     machines = calibrated(used)
-    known = Known({**MACHINES, **machines}, rates)
-    report = Report([one for path in files for one in _figures(path, known, frozenset(used))], machines)
+    known = {**MACHINES, **machines}
+    report = Report([one for path in files for one in _figures(path, known, rates, {*used})], machines)
     if rates is not None and any(one.row is None for one in report.compared):
         raise ValueError(
             "--rates holds for rows of attention: steps need a machine's peak and memory as well"
         )
     return report
-
-
-@dataclass(frozen=True)
-class Known:
-    """What predictions start from: machines by name, or the rates of all rows instead."""
-
-    machines: Mapping[str, Machine]
-    rates: Rates | None = None
-
-    def of(self, hardware: str) -> Rates | None:
-        """Return the rates of a machine; None if it is not known."""
-        if self.rates is not None:
-            return self.rates
-        return self.machines[hardware].rates if hardware in self.machines else None
 
 
 def _to_fit(path: Path) -> list[Row]:
@@ -244,36 +211,37 @@ def _to_fit(path: Path) -> list[Row]:
     return rows
 
 
-def _figures(path: Path, known: Known, used: frozenset[Row]) -> list[Compared]:
-    """Return the figures of one file."""
+def _figures(
+    path: Path, known: Mapping[str, Machine], rates: Rates | None, used: Collection[Row]
+) -> list[Compared]:
+    """Return the figures of one file, by the machines that are known, or by the rates of all its rows."""
     contents = read(path)
     if not contents:
         raise ValueError(f"{path} has no rows")
     if all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents):
         return [_of_training(one, known) for one in contents]
     return [
-        Compared(entries, row.measured, *_predict(row, known), row, row in used)
+        Compared(entries, row.measured, *_predict(row, known, rates), row, row in used)
         for entries, row in rows_of(contents, path)
     ]
 
 
-def _of_training(entries: Mapping[str, Any], known: Known) -> Compared:
+def _of_training(entries: Mapping[str, Any], known: Mapping[str, Machine]) -> Compared:
     run = of_row(entries)
-    value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], known.machines)
+    value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], known)
     return Compared(entries, entries["value"], value, why)
 
 
-def _predict(row: Row, known: Known) -> Prediction:
-    """Return the figure of a row of attention."""
-    of_machine = known.of(row.hardware)
-    if of_machine is None:
-        if row.hardware == CPU:
-            return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
+def _predict(row: Row, known: Mapping[str, Machine], rates: Rates | None) -> tuple[float | None, str | None]:
+    """Return (figure, None) of a row of attention, or (None, the reason why there is none)."""
+    if rates is None and row.hardware == CPU:
+        return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
+    if rates is None and row.hardware not in known:
         raise ValueError(f"unknown machine {row.hardware!r}: {_legal()}, or any with --rates FILE")
     way = way_of(row)
     if isinstance(way, str):
         return None, way
-    return row.figure_of(seconds_of(row, way, of_machine)), None
+    return row.figure_of(seconds_of(row, way, rates or known[row.hardware].rates)), None
 
 
 def _legal() -> str:

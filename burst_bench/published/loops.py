@@ -7,20 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from burst_mcore.attention.autotune.cost import Passes
-from burst_mcore.attention.schedule.actions import (
-    HOME,
-    Action,
-    Channel,
-    Compute,
-    Kind,
-    Link,
-    Program,
-    Recv,
-    Send,
-    Wait,
-)
+from burst_mcore.attention.schedule import actions as does
+from burst_mcore.attention.schedule.actions import HOME, Channel, Compute, Kind, Link, Program, Wait
 
 _DATA, _GRADIENT = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTRA, Kind.GRADIENT)
 _ROUNDED = Channel(Link.INTRA, Kind.TOTAL)
@@ -40,11 +31,11 @@ class LoopPlace:
         m, l = divmod(self.position, self.intra)  # noqa: E741
         return (m + rounds) % self.nodes * self.intra + (l + steps) % self.intra
 
-    def hop(self, step: int, channel: Channel, turn: int = 1) -> list[Action]:
+    def hop(self, step: int, channel: Channel, turn: int = 1) -> list[does.Action]:
         """Return one hop of all rows: to the next place, or between windows."""
         ahead = (turn, 0) if channel.link == Link.INTER else (0, turn)
         back, on = self.at(-ahead[0], -ahead[1]), self.at(*ahead)
-        return [Recv(step, channel, str(channel), back), Send(step, channel, str(channel), on)]
+        return [does.Recv(step, channel, str(channel), back), does.Send(step, channel, str(channel), on)]
 
 
 def follows(place: LoopPlace, *, gradients: bool) -> Program:
@@ -53,7 +44,7 @@ def follows(place: LoopPlace, *, gradients: bool) -> Program:
     K and V of the next step leave before the kernel. Gradients leave after the kernel, and are awaited after
     the next kernel. Both use the same communicator, so they travel one after another.
     """
-    actions: list[Action] = []
+    actions: list[does.Action] = []
     for step in range(place.intra):
         last = step == place.intra - 1
         if not last:
@@ -76,7 +67,7 @@ def together(place: LoopPlace, *, gradients: bool) -> Program:
     Backward starts with the K and V that came last in forward, and turns the other way. So gradients are at
     home after the last kernel, and make one hop less than there are steps.
     """
-    actions: list[Action] = []
+    actions: list[does.Action] = []
     for step in range(place.intra):
         last, turn = step == place.intra - 1, -1 if gradients else 1
         waits = []
@@ -97,7 +88,7 @@ def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False) -> Prog
     Gradients within the first window are float32, unless all are `rounded`. Nothing is computed while the
     last hop of a window is awaited.
     """
-    actions: list[Action] = []
+    actions: list[does.Action] = []
     for window in range(place.nodes):
         first, onward = window * place.intra, window + 1 < place.nodes
         within = _ROUNDED if rounded or window else _GRADIENT
@@ -113,7 +104,7 @@ def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False) -> Prog
     return tuple(actions)
 
 
-def _window(place: LoopPlace, window: int, gradient: Channel | None) -> Iterator[Action]:
+def _window(place: LoopPlace, window: int, gradient: Channel | None) -> Iterator[does.Action]:
     """Yield the steps of one window; gradient: the channel within the window, None in forward."""
     for i in range(place.intra):
         step, last = window * place.intra + i, i == place.intra - 1
@@ -130,9 +121,8 @@ def _window(place: LoopPlace, window: int, gradient: Channel | None) -> Iterator
         yield Wait(window * place.intra + place.intra - 1, gradient)
 
 
-def windows_rounded(place: LoopPlace, *, gradients: bool) -> Program:
-    """Return `windows` with all gradients in 16 bits."""
-    return windows(place, gradients=gradients, rounded=True)
+windows_rounded = partial(windows, rounded=True)
+"""All gradients have 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,37 +146,25 @@ class Loop:
 
 
 RING_FLASH = Loop(
-    source=(
-        "zhuzilin/ring-flash-attention@8996282: ring_flash_attn/zigzag_ring_flash_attn.py, "
-        "zigzag_ring_flash_attn_backward; utils.py, update_out_and_lse. The same in "
-        "feifeibear/long-context-attention@b93c30e: yunchang/ring"
-    ),
-    draw=follows,
-    float32=True,
-    passes=Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0),
-)
+    source="zhuzilin/ring-flash-attention@8996282: ring_flash_attn/zigzag_ring_flash_attn.py, "
+    "zigzag_ring_flash_attn_backward; utils.py, update_out_and_lse. The same in "
+    "feifeibear/long-context-attention@b93c30e: yunchang/ring",
+    draw=follows, float32=True, passes=Passes(out=10.0, stays=10.0, travels=10.0, stand_in=0.0),
+)  # fmt: skip
 """One kernel reads a result (2 bytes), and merges or adds it to a float32 sum (4 read, 4 written)."""
 
 INTERNEVO = Loop(
-    source=(
-        "InternLM/InternEvo@23c67ed: internlm/model/ops/ring_flash_attn/"
-        "zigzag_ring_flash_attn_with_sliding_window.py, zigzag_double_ring_flash_attn_backward"
-    ),
-    draw=windows,
-    float32=True,
-    passes=RING_FLASH.passes,
-)
+    source="InternLM/InternEvo@23c67ed: internlm/model/ops/ring_flash_attn/"
+    "zigzag_ring_flash_attn_with_sliding_window.py, zigzag_double_ring_flash_attn_backward",
+    draw=windows, float32=True, passes=RING_FLASH.passes,
+)  # fmt: skip
 """Sums are float32 in the first window, and 16 bits from one window to the next."""
 
 TRANSFORMER_ENGINE = Loop(
-    source=(
-        "NVIDIA/TransformerEngine@d0067d0: transformer_engine/pytorch/attention/dot_product_attention/"
-        "context_parallel.py, AttnFuncWithCPAndKVP2P, flash_attn_fwd_out_correction"
-    ),
-    draw=together,
-    float32=False,
-    passes=Passes(out=6.0, stays=6.0, travels=10.0, stand_in=0.0),
-)
+    source="NVIDIA/TransformerEngine@d0067d0: transformer_engine/pytorch/attention/dot_product_attention/"
+    "context_parallel.py, AttnFuncWithCPAndKVP2P, flash_attn_fwd_out_correction",
+    draw=together, float32=False, passes=Passes(out=6.0, stays=6.0, travels=10.0, stand_in=0.0),
+)  # fmt: skip
 """All sums have 16 bits (2 read twice, 2 written); dK and dV are joined first (2 read, 2 written)."""
 _MAGI = "SandAI-org/MagiAttention@2c64135: exps/dist_attn/baselines/"
 _HOPPER = Passes(
@@ -200,18 +178,13 @@ _BLACKWELL = Passes(out=6.0 + 1, stays=6.0 + 3, travels=10.0 + 1 + 4, stand_in=0
 MAGI_RING = {
     9: Loop(
         source=_MAGI + "ring_attn.py, FA3RingAttnFunc; utils_cp.py, _fa3_varlen_forward",
-        draw=together,
-        float32=False,
-        passes=_HOPPER,
+        draw=together, float32=False, passes=_HOPPER,
     ),
     10: Loop(
         source=_MAGI + "ring_attn.py, TERingAttnFunc",
-        draw=together,
-        float32=False,
-        passes=_BLACKWELL,
-        repeats=4.0,
+        draw=together, float32=False, passes=_BLACKWELL, repeats=4.0,
     ),
-}
+}  # fmt: skip
 """The ring in MagiAttention's benchmark, by major compute capability."""
 MAGI_DOUBLE_RING = {
     9: replace(MAGI_RING[9], source=_MAGI + "loongtrain.py, FA3DoubleRingAttnFunc", draw=windows_rounded),
@@ -221,18 +194,15 @@ MAGI_DOUBLE_RING = {
 MAGI_ULYSSES = {
     9: Loop(
         source=_MAGI + "ulysess.py, FA3UlysessAttnFunc",
-        draw=follows,
-        float32=False,
+        draw=follows, float32=False,
         passes=Passes(out=10.0, stays=18.0, travels=10.0, stand_in=0.0, keys=4.0),
     )
-}
+}  # fmt: skip
 """Ulysses there, on Hopper: operands gathered and results scattered around one kernel call."""
 DEEPSPEED = Loop(
     source="deepspeedai/DeepSpeed: deepspeed/sequence/layer.py, DistributedAttention",
-    draw=follows,
-    float32=False,
-    passes=Passes(out=0.0, stays=0.0, travels=0.0, stand_in=0.0),
-)
+    draw=follows, float32=False, passes=Passes(out=0.0, stays=0.0, travels=0.0, stand_in=0.0),
+)  # fmt: skip
 """One kernel call between exchanges of heads."""
 
 
@@ -261,28 +231,21 @@ class Gather:
 
 TE_GATHER = Gather(
     source=TRANSFORMER_ENGINE.source.split(",")[0] + ", AttnFuncWithCPAndKVAllGather",
-    passes=Passes(out=4.0, stays=4.0, travels=0.0, stand_in=0.0),
-    forward=4.0,
-    backward=4.0 + 12 + 4,
-)
+    passes=Passes(out=4.0, stays=4.0, travels=0.0, stand_in=0.0), forward=4.0, backward=4.0 + 12 + 4,
+)  # fmt: skip
 """K and V are put in order (2 read, 2 written), gradients of both calls added (6 each), put in order."""
 MAGI_GATHER = {
     9: Gather(
         source=_MAGI + "ring_attn.py, FA3RingAGAttnFunc",
         passes=Passes(out=4.0 + 4 + 6 + 4, stays=8.0 + 12 + 6 + 4, travels=0.0, stand_in=0.0),
-        forward=4.0,
-        backward=4.0 + 2 + 2 * 2 + 12 + 4,
-        read=4.0,
-        read_backward=4.0,
+        forward=4.0, backward=4.0 + 2 + 2 * 2 + 12 + 4, read=4.0, read_backward=4.0,
     ),
     10: Gather(
         source=_MAGI + "ring_attn.py, TERingAGAttnFunc",
         passes=Passes(out=4.0 + 4, stays=8.0 + 4, travels=0.0, stand_in=0.0),
-        forward=4.0,
-        backward=4.0 + 2 + 12 + 4 + 6,
-        repeats=2.0 + 4,
+        forward=4.0, backward=4.0 + 2 + 12 + 4 + 6, repeats=2.0 + 4,
     ),
-}
+}  # fmt: skip
 """As in TransformerEngine. Besides, halves are copied out, and results into their half (4 each). On Hopper
 operands are gathered by row (4) and results scattered (2 read, 2 written) into zeros (2). Sums start at zero
 (2). On Blackwell, in backward, K and V are repeated once, and their gradients summed by both calls."""

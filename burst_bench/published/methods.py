@@ -14,6 +14,7 @@ import torch
 from burst_bench.published import loops
 from burst_bench.published.loops import Gather, Loop
 from burst_bench.published.rows import Row
+from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.cost import CallTime, Passes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of
@@ -25,9 +26,7 @@ from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import TRAINED
-from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
-from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
 
@@ -58,18 +57,6 @@ def _ulysses(row: Row) -> MethodWay | str:
     way = _usp(replace(row, head_parallel=row.gpus))
     loop = loops.MAGI_ULYSSES.get(_capability(row), loops.DEEPSPEED)
     return way if isinstance(way, str) else replace(way, loop=loop)
-
-
-def _ring(row: Row) -> MethodWay:
-    return MethodWay(layout=_layout(row), loop=_loop(row))
-
-
-def _double_ring(row: Row) -> MethodWay:
-    return MethodWay(double=True, layout=_layout(row), loop=loops.INTERNEVO)
-
-
-def _burst(row: Row) -> MethodWay:
-    return MethodWay(double=True, layout=_layout(row), direction=Pass.QUERY)
 
 
 def _all_gather(row: Row) -> MethodWay:
@@ -114,12 +101,12 @@ def most_heads(row: Row) -> int:
 
 WAYS: dict[str, Callable[[Row], MethodWay | str]] = {
     "ulysses": _ulysses,
-    "ring": _ring,
+    "ring": lambda row: MethodWay(layout=_layout(row), loop=_loop(row)),
     "all-gather": _all_gather,
     "usp": _usp,
     "loongtrain": _loongtrain,
-    "double-ring": _double_ring,
-    "burst": _burst,
+    "double-ring": lambda row: MethodWay(double=True, layout=_layout(row), loop=loops.INTERNEVO),
+    "burst": lambda row: MethodWay(double=True, layout=_layout(row), direction=Pass.QUERY),
 }
 """By name: the way of a row's shapes on its cluster, or the reason why there is none."""
 NOT_MODELLED = {
@@ -128,8 +115,6 @@ NOT_MODELLED = {
     "magi-native": "MagiAttention has a kernel and a dispatch of its own",
 }
 """Methods of the field that no schedule here runs, and why."""
-
-
 LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
 """Layouts by the words of ring-flash-attention."""
 
@@ -182,15 +167,10 @@ def parts_of(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> Parts:
     Each group of ranks that share heads is one place.
     """
     shard = Shard(
-        batch=row.batch,
-        tokens=-(-row.seq // row.gpus),
-        heads=row.heads,
-        kv_heads=row.kv_heads,
-        head_dim=row.head_dim,
-        value_dim=row.head_dim,
-        dtype=TRAINED[row.dtype],
+        batch=row.batch, tokens=-(-row.seq // row.gpus), heads=row.heads, kv_heads=row.kv_heads,
+        head_dim=row.head_dim, value_dim=row.head_dim, dtype=TRAINED[row.dtype],
         grad_dtype=TRAINED[row.dtype],
-    )
+    )  # fmt: skip
     groups = Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
     sizes = message_bytes(shard, Route(heads=way.heads), pass_).whole
     parcels = {kind: size for kind, size in sizes.items() if kind in cost.PARCELS}

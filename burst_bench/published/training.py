@@ -13,7 +13,6 @@ from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.machines import MACHINES, Machine
-from burst_mcore.rates import Rates
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import Cluster, PredictedStep
 from burst_plan.step.figures import step as step_of
@@ -55,68 +54,39 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Pred
     if reason is not None:
         return reason
     place = Cluster(
-        ranks=ranks,
-        rates=machine.rates,
-        peak=machine.tflops * 1e12,
-        memory=machine.memory,
-        name=run.hardware,
+        ranks=ranks, rates=machine.rates, peak=machine.tflops * 1e12, memory=machine.memory, name=run.hardware
     )
     if not run.method:
         return step_of(run.model, run.way, run.seq, place, run.mask)
     row = _row(run, ranks)
-    way = _attention_way(run, row)
+    way = AttentionWay(direction=Pass.QUERY) if run.method == FLAT else WAYS[run.method](row)
     if isinstance(way, str):
         return way
     forward = _seconds(replace(row, passes="fwd"), way, machine.rates)
     backward = _seconds(replace(row, passes="bwd"), way, machine.rates)
-    nodes = row.ranks.size // row.ranks.intra if way.double else 1
     runs = AttentionTime(
-        forward=forward,
-        backward=backward,
+        forward=forward, backward=backward, head_parallel=way.heads, direction=way.direction.value,
         kernel=forward + backward,  # what of the sum is exposed is not told apart here
-        head_parallel=way.heads,
-        direction=way.direction.value,
-        nodes=nodes,
-    )
+        nodes=row.ranks.size // row.ranks.intra if way.double else 1,
+    )  # fmt: skip
     return PredictedStep(run.model, run.way, run.seq, place, runs)
 
 
-@lru_cache(maxsize=256)
-def _seconds(row: Row, way: AttentionWay, rates: Rates) -> float:
-    return seconds_of(row, way, rates)
+_seconds = lru_cache(maxsize=256)(seconds_of)
 
 
 def _row(run: Training, ranks: Ranks) -> Row:
     """Return attention of one layer as a row."""
     model, ring = run.model, run.way.ring(ranks)
     return Row(
-        hardware=run.hardware,
-        gpus=ring.size,
-        gpus_per_node=ring.intra,
-        heads=model.heads // run.way.tp,
-        kv_heads=max(1, model.kv_heads // run.way.tp),
-        head_dim=model.head_dim,
-        batch=1,
-        seq=run.seq,
-        mask="full" if run.mask == "full" else "causal",
-        passes="fwd",
-        method=run.method,
-        variant=run.variant,
-        tflops=1.0,
-    )
-
-
-def _attention_way(run: Training, row: Row) -> AttentionWay | str:
-    if run.method == FLAT:
-        return AttentionWay(direction=Pass.QUERY)
-    return WAYS[run.method](row)
+        hardware=run.hardware, gpus=ring.size, gpus_per_node=ring.intra, heads=model.heads // run.way.tp,
+        kv_heads=max(1, model.kv_heads // run.way.tp), head_dim=model.head_dim, batch=1, seq=run.seq,
+        mask=run.mask, passes="fwd", method=run.method, variant=run.variant, tflops=1.0,
+    )  # fmt: skip
 
 
 def value_of(metric: str, step: PredictedStep, counted: float = 1.0) -> float | None:
-    """Return a figure of a step in the unit of its source; None for a metric that no step has.
-
-    counted: as in `Training`.
-    """
+    """Return a figure of a step in the unit of its source; None for a metric that no step has."""
     match metric:
         case "tgs" | "tokens per second per GPU":
             return step.tokens_per_second
@@ -148,9 +118,7 @@ def of_row(entries: Mapping[str, Any]) -> Training | str:
     """Return the run of a row of training, or the reason why it is not modelled.
 
     A row says its model and its way in the fields of `Model` and `Way`, and may say others of `Training`.
-
-    Raises:
-        ValueError: a row without the fields of training, or with sizes or a way that are not legal.
+    Raises a ValueError for a row without the fields of training, or with sizes or a way that are not legal.
     """
     try:
         model, way = Model(**entries["model"]), Way(**entries["way"])
