@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_bench.core import Case, Method, TimedStep, World, add, one_of
+from burst_mcore import Layout, Mask
 from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
@@ -19,8 +20,6 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.dtypes import wide
-from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
 from burst_plan.explain.problem import DTYPES
 from burst_plan.words import mask_of
 
@@ -60,12 +59,10 @@ class Tiles:
         self.kernel, self.tiles, self.tensors = kernel, tiles, tensors
 
     def rows(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the rows of q, k, v and dout that a tile has."""
         q, k, v, dout = self.tensors
         return gather(q, tile.q), gather(k, tile.k), gather(v, tile.k), gather(dout, tile.q)
 
     def forward(self) -> None:
-        """Call the forward of all tiles."""
         for tile in self.tiles:
             self._forward(tile)
 
@@ -120,7 +117,6 @@ class SquareCase(Case):
 
     @property
     def seen(self) -> Mask:
-        """The mask over all tokens."""
         return mask_of(self.mask, self.tokens)
 
     @property
@@ -129,7 +125,6 @@ class SquareCase(Case):
         return self.head_dim, self.value_dim or self.head_dim
 
     def problem(self, device: str) -> Problem:
-        """Return the problem that a kernel must support."""
         return Problem(device, DTYPES[self.dtype], self.heads, self.kv_heads or self.heads, *self.dims)
 
     def flops(self, pairs: float) -> float:
@@ -166,11 +161,5 @@ def _needs(name: str, case: SquareCase, device: str) -> str | None:
     return KERNELS[name].supports(case.problem(device))
 
 
-add(
-    "kernels",
-    *(
-        Method(name, partial(_kernel, name), partial(_needs, name), ours=name == "triton")
-        for name in KERNELS
-        if name != "reference"
-    ),
-)
+for each in [name for name in KERNELS if name != "reference"]:
+    add("kernels", Method(each, partial(_kernel, each), partial(_needs, each), ours=each == "triton"))

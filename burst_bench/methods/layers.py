@@ -55,13 +55,8 @@ def _megatron(around: str, case: Any, world: World) -> LayerMethod:
     return LayerMethod(layer=recomputed) if around == "layer" else LayerMethod(attention=recomputed)
 
 
-POLICIES: dict[str, Policy] = {
-    "full": Full(),
-    "segment 0.25": Segment(0.25),
-    "segment 0.5": Segment(0.5),
-    "segment 0.75": Segment(0.75),
-    "attention": KeepAttention(),
-}
+SEGMENTS = {f"segment {kept:g}": Segment(kept) for kept in (0.25, 0.5, 0.75)}
+POLICIES: dict[str, Policy] = {"full": Full(), **SEGMENTS, "attention": KeepAttention()}
 """Ours, by the method's name."""
 
 IN_MEGATRON = partial(installed, "megatron-core")

@@ -19,6 +19,7 @@ from burst_bench.core import Case, Method, World, add
 from burst_bench.methods.sharded import share_of
 from burst_bench.published import methods as published
 from burst_bench.published.rows import Row
+from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.choose import Candidate
 from burst_mcore.attention.autotune.costing import pairs_of, work_of
@@ -30,10 +31,7 @@ from burst_mcore.attention.schedule import actions as does
 from burst_mcore.attention.schedule.actions import Compute, Kind, Link, Pass, Program, Recv, Send, Wait
 from burst_mcore.attention.schedule.route import PASSES, schedule
 from burst_mcore.attention.shard import Shard
-from burst_mcore.config import BurstConfig
-from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
-from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_plan.explain.predict import cluster
 from burst_plan.explain.verify import verify
@@ -64,7 +62,6 @@ class PlayedCase(Case):
 
     @property
     def where(self) -> Ranks:
-        """All ranks, and those of a node."""
         return cluster(self.cluster)[0]
 
     @property
@@ -111,12 +108,8 @@ class Played:
     """Seconds of the kernel on the busiest rank."""
 
     def sent(self, rank: int, intra: int) -> dict[Link, float]:
-        """Return the bytes that a rank would have sent on the cluster."""
-        total = {Link.INTRA: 0.0, Link.INTER: 0.0}
-        for part in self.parts:
-            for link, size in cost.link_bytes(part.program, rank, part.sizes, intra).items():
-                total[link] += size
-        return total
+        sent = [cost.link_bytes(part.program, rank, part.sizes, intra) for part in self.parts]
+        return {link: sum(size.get(link, 0.0) for size in sent) for link in (Link.INTRA, Link.INTER)}
 
 
 @dataclass(frozen=True)
@@ -162,7 +155,6 @@ class _Device:
         """The time from which it can work."""
 
     def work(self, seconds: float) -> None:
-        """Keep the device busy."""
         self.free += seconds
         time.sleep(max(0.0, self.free - time.perf_counter()))
 
@@ -238,7 +230,10 @@ def _in_turn(parts: published.Parts, way: published.MethodWay, rank: int, rates:
     into = [Kind.BUNDLE] * moves.bundle + [Kind.ROWS] * moves.rows
     out = [Kind.RESULT] + [Kind.SUM] * moves.gradients
     programs = _programs(parts, way, rank)
-    program = tuple(_of_member(action, way.heads, member) for action in programs[position])
+    program = tuple(  # the ends of its messages are the ranks of one member
+        replace(action, peer=action.peer * way.heads + member) if isinstance(action, (Send, Recv)) else action
+        for action in programs[position]
+    )
     sent = cost.mean_bytes(programs, ring.sizes, parts.groups.intra)
     slowed = 0.0 if way.gathers else cost.slowdown_seconds(sent, rates)
     exchanged = cost.Sizes(dict(parts.parcels), 1)
@@ -256,13 +251,6 @@ def _programs(parts: published.Parts, way: published.MethodWay, rank: int) -> tu
     if rank == 0:
         verify(drawn, parts.groups.intra)
     return drawn.programs
-
-
-def _of_member(action: does.Action, heads: int, member: int) -> does.Action:
-    """Return an action of a ring of groups with the ranks of one member at its ends."""
-    if isinstance(action, (Send, Recv)):
-        return replace(action, peer=action.peer * heads + member)
-    return action
 
 
 def exchange(rank: int, heads: int, kinds: list[Kind]) -> Program:

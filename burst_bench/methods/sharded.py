@@ -40,7 +40,6 @@ class RingCase(Case, LayerProblem):
 
     @property
     def dealt(self) -> Layout:
-        """The layout."""
         if self.layout == "auto":
             return Layout.for_mask(self.seen, self.seq, self.ranks)
         return Layout.of(self.layout)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from burst_bench.core import Case, World, missing, one_of, shareable
 from burst_mcore.config import BurstConfig
@@ -49,7 +49,6 @@ class TrainedCase(Case):
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
         return self.heads * self.head_dim
 
     @property
@@ -114,6 +113,12 @@ def attend_by(model: Any, attention: Callable[..., Any]) -> None:
     model.set_attn_implementation(word)
 
 
+def causal(module: object, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    """Attend by torch's function, in the form of transformers' interface."""
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
 _QUERY = StepSetting("query", "flat", recompute="full")
 _DOUBLE = replace(_QUERY, ring="double")
 _FUSED = replace(_DOUBLE, fused=True)
@@ -133,9 +138,9 @@ OURS = {
 last keeps attention in the place of a segment."""
 
 
-def needs(package: str, setting: StepSetting | None, case: TrainedCase, device: str) -> str | None:
+def needs(packages: Sequence[str], setting: StepSetting | None, case: TrainedCase, device: str) -> str | None:
     """Return what a method of a framework needs, and what its setting of ours needs of the case."""
-    lacks = missing(package)
+    lacks = missing(*packages)
     if lacks or setting is None:
         return lacks
     if setting.ring == "double" and case.nodes < 2:

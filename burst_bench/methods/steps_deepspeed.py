@@ -9,14 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from burst_bench.core import Method, World, add, missing
-from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, llama, needs
+from burst_bench.core import Method, World, add
+from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, causal, llama, needs
 from burst_bench.methods.steps import first_loss as first_loss
-
-AttentionFunction = Callable[..., Any]
-"""In the place of ours, as transformers' interface has it."""
 
 
 def start(case: TrainedCase, world: World) -> None:
@@ -34,8 +31,8 @@ def start(case: TrainedCase, world: World) -> None:
     deepspeed.init_distributed("gloo" if world.device == "cpu" else "nccl", verbose=False)
 
 
-def _train(section: dict[str, Any], attention: AttentionFunction | None, case: TrainedCase) -> Train:
-    """Return the step of an engine. Collective."""
+def _train(section: dict[str, Any], attention: Callable[..., Any] | None, case: TrainedCase) -> Train:
+    """Return the step of an engine; attention: in the place of ours, as transformers has it. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
     from burst_mcore.transformers.prepare import sequence_of
 
@@ -75,14 +72,12 @@ def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     return _train(section, None, case)
 
 
-def _theirs(
-    build: Callable[[TrainedCase, World], AttentionFunction], case: TrainedCase, world: World
-) -> Train:
+def _theirs(build: Callable[..., Callable[..., Any]], case: TrainedCase, world: World) -> Train:
     section = {"layout": "contiguous", "head_parallel": 1, "fused_loss": False}
     return _train(section, build(case, world), case)
 
 
-def _ulysses_hf(case: TrainedCase, world: World) -> AttentionFunction:
+def _ulysses_hf(case: TrainedCase, world: World) -> Callable[..., Any]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -92,15 +87,12 @@ def _ulysses_hf(case: TrainedCase, world: World) -> AttentionFunction:
     ).forward  # fmt: skip
 
 
-def _ulysses_layer(case: TrainedCase, world: World) -> AttentionFunction:
+def _ulysses_layer(case: TrainedCase, world: World) -> Callable[..., Any]:
     from deepspeed.sequence.layer import DistributedAttention
 
-    def local(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(1, 2).contiguous()
+    def local(*qkv: Tensor) -> Tensor:
+        out, _ = causal(None, *(x.transpose(1, 2) for x in qkv))
+        return out.contiguous()
 
     whole = DistributedAttention(local, world.group, 2, 1)
 
@@ -110,19 +102,11 @@ def _ulysses_layer(case: TrainedCase, world: World) -> AttentionFunction:
     return attend
 
 
-def _needs(setting: StepSetting | None, case: TrainedCase, device: str) -> str | None:
-    return missing("transformers") or needs("deepspeed", setting, case, device)
-
-
-ULYSSES = {
-    "ulysses (UlyssesSPAttentionHF)": _ulysses_hf,
-    "ulysses (DistributedAttention)": _ulysses_layer,
-}
+NEEDS = partial(needs, ("transformers", "deepspeed"))
+THEIRS = partial(NEEDS, None)
 add(
     "deepspeed",
-    *(
-        Method(name, partial(_theirs, build), partial(_needs, None), ours=False)
-        for name, build in ULYSSES.items()
-    ),
-    *(Method(name, partial(_ours, setting), partial(_needs, setting)) for name, setting in OURS.items()),
+    Method("ulysses (UlyssesSPAttentionHF)", partial(_theirs, _ulysses_hf), THEIRS, ours=False),
+    Method("ulysses (DistributedAttention)", partial(_theirs, _ulysses_layer), THEIRS, ours=False),
+    *(Method(name, partial(_ours, setting), partial(NEEDS, setting)) for name, setting in OURS.items()),
 )

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_bench.core import Method, World, add, installed, shared_heads
-from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, llama, needs
+from burst_bench.core import Method, World, add, shared_heads
+from burst_bench.methods.peers import TRAVELS, choose
+from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, causal, llama, needs
 from burst_bench.methods.steps import first_loss as first_loss
-from burst_bench.methods.torch_context import TRAVELS, choose
 from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
 
@@ -72,8 +72,9 @@ def _train(model: Any, case: TrainedCase, world: World, backward: Callable[[], T
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mixed = MixedPrecisionPolicy(param_dtype=DTYPES[case.dtype], reduce_dtype=torch.float32)
+    mesh = DeviceMesh.from_group(world.group, world.device)
     for layer in (*model.model.layers, model):
-        fully_shard(layer, mesh=_mesh(world), mp_policy=mixed)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     return partial(_step, model, optimizer, backward)
 
@@ -83,10 +84,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable
     loss = backward()
     optimizer.step()
     return float(loss)
-
-
-def _mesh(world: World) -> DeviceMesh:
-    return DeviceMesh.from_group(world.group, world.device)
 
 
 def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
@@ -99,7 +96,7 @@ def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
 
 def _context_parallel(travels: str, case: TrainedCase, world: World) -> Train:
     """FSDP2 x context_parallel: torch deals buffers zigzag, and takes sdpa's calls within its context."""
-    mesh, batch = _mesh(world), _batch(case, world)
+    mesh, batch = DeviceMesh.from_group(world.group, world.device), _batch(case, world)
 
     @contextmanager
     def dealt() -> Iterator[Mapping[str, Tensor]]:
@@ -113,13 +110,7 @@ def _context_parallel(travels: str, case: TrainedCase, world: World) -> Train:
         ):
             yield mine
 
-    return _theirs(case, world, _causal, dealt)
-
-
-def _causal(module: object, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-    """Attend by torch's function, in the form of transformers' interface."""
-    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2), None
+    return _theirs(case, world, causal, dealt)
 
 
 def _ulysses(case: TrainedCase, world: World) -> Train:
@@ -130,7 +121,7 @@ def _ulysses(case: TrainedCase, world: World) -> Train:
     }
 
     def attend(module: object, *qkv: Tensor, **__: object) -> tuple[Tensor, None]:
-        out, _ = _causal(module, *(exchanged(x, world.group) for x in qkv[:3]))
+        out, _ = causal(module, *(exchanged(x, world.group) for x in qkv[:3]))
         return exchanged(out, world.group), None
 
     return _theirs(case, world, attend, lambda: nullcontext(mine))
@@ -146,19 +137,14 @@ def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _ulysses_needs(case: TrainedCase, device: str) -> str | None:
-    return NEEDS(case, device) or shared_heads(case, case.ranks)
+    return THEIRS(case, device) or shared_heads(case, case.ranks)
 
 
-NEEDS = partial(installed, "transformers")
+NEEDS = partial(needs, ["transformers"])
+THEIRS = partial(NEEDS, None)
 add(
     "fsdp",
-    *(
-        Method(f"torch-{travels}", partial(_context_parallel, travels), NEEDS, ours=False)
-        for travels in TRAVELS
-    ),
+    *(Method(f"torch-{word}", partial(_context_parallel, word), THEIRS, ours=False) for word in TRAVELS),
     Method("torch-ulysses", _ulysses, _ulysses_needs, ours=False),
-    *(
-        Method(name, partial(_ours, setting), partial(needs, "transformers", setting))
-        for name, setting in OURS.items()
-    ),
+    *(Method(name, partial(_ours, setting), partial(NEEDS, setting)) for name, setting in OURS.items()),
 )

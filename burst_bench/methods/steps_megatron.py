@@ -76,7 +76,6 @@ def first_loss(case: TrainedCase, world: World) -> float:
 
 
 def _local(config: Any) -> Any:
-    """Return the spec of Megatron's own layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -118,18 +117,13 @@ def _batch(case: TrainedCase, world: World, cp: int) -> tuple[Any, ...]:
 
 def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
     """Return the step of a model with Megatron's data parallelism and its distributed optimizer."""
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core import distributed
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from burst_mcore.megatron.recompute import use_recompute
 
-    whole = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
-    )
+    sharded = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    whole = distributed.DistributedDataParallel(model.config, sharded, model)
     options = OptimizerConfig(
         lr=0.0, weight_decay=0.0, use_distributed_optimizer=True, params_dtype=model.config.params_dtype,
         bf16=model.config.bf16,
@@ -144,7 +138,7 @@ def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
         total = losses.sum()
         total.backward()
         count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-        finalize_model_grads([whole], count)
+        distributed.finalize_model_grads([whole], count)
         optimizer.step()
         both = torch.stack([total.detach().double(), torch.tensor(float(losses.numel())).to(total).double()])
         dist.all_reduce(both)
@@ -157,13 +151,9 @@ def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     from burst_mcore.megatron import spec
     from burst_mcore.megatron.fused_loss import fuse_loss
 
-    fields = {}
-    if setting.recompute != "none":
-        fields = {
-            "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-        }  # fmt: skip
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     layer = partial(spec.layer_spec, burst_config=setting.config)
-    model = _model(case, case.ranks, layer, world, **fields)
+    model = _model(case, case.ranks, layer, world, **({} if setting.recompute == "none" else recompute))
     if setting.fused:
         fuse_loss(model)
     return _train(model, _batch(case, world, case.ranks), POLICIES[setting.recompute])
@@ -180,7 +170,6 @@ def _engine(communication: str, case: TrainedCase, world: World) -> Train:
 
 
 def _of_engine(config: Any) -> Any:
-    """Return the spec of TransformerEngine's layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     return get_gpt_layer_with_transformer_engine_spec()
@@ -188,7 +177,7 @@ def _of_engine(config: Any) -> Any:
 
 def _own_needs(case: TrainedCase, device: str) -> str | None:
     """Name the package that is missing, or the memory, which the system would end processes for."""
-    lacks = needs("megatron-core", None, case, device)
+    lacks = NEEDS(None, case, device)
     if lacks is not None or device != "cpu":
         return lacks
     scores = SCORES * 4 * case.ranks * case.heads * case.seq**2
@@ -207,15 +196,10 @@ def _engine_needs(communication: str, case: TrainedCase, device: str) -> str | N
     return lacks
 
 
+NEEDS = partial(needs, ["megatron-core"])
 add(
     "megatron",
     Method(OWN, _own, _own_needs, ours=False),
-    *(
-        Method(f"te {word}", partial(_engine, word), partial(_engine_needs, word), ours=False)
-        for word in COMMUNICATIONS
-    ),
-    *(
-        Method(name, partial(_ours, setting), partial(needs, "megatron-core", setting))
-        for name, setting in OURS.items()
-    ),
+    *(Method(f"te {w}", partial(_engine, w), partial(_engine_needs, w), ours=False) for w in COMMUNICATIONS),
+    *(Method(name, partial(_ours, setting), partial(NEEDS, setting)) for name, setting in OURS.items()),
 )

@@ -8,12 +8,13 @@ stand-in for a network card. What is not: the values that arrive, and anybody at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from burst_bench.methods.kernels import Tiles, inputs_of
+from burst_mcore import Layout, Mask
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
@@ -30,8 +31,6 @@ from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import wide
-from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
 
 FROM = ("device", "host", "nowhere")
 """Where bundles come from; "nowhere": memory that is used as a buffer is filled the first time and left as it
@@ -55,22 +54,24 @@ class Copies:
     def connect(self, pass_: Pass) -> None:
         """Nobody is there."""
 
-    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[_Copied]:
-        """Copy what is to be received; what is sent goes nowhere."""
+    def post(
+        self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]
+    ) -> Sequence[torch.cuda.Event]:
+        """Copy what is to be received; what is sent goes nowhere. An event holds back the current stream."""
         came = [x for action, bundle in messages if isinstance(action, Recv) for x in bundle]
         self.bytes += sum(x.nbytes for x in came)
         written = [(x, self._values(x, index)) for index, x in enumerate(came) if self._comes(x)]
         if self._stream is None:
             for x, values in written:
                 x.copy_(values)
-            return [_Copied(None)]
+            return []
         if written:
             self._stream.wait_stream(torch.cuda.current_stream())  # who read these buffers before is done
             with torch.cuda.stream(self._stream):
                 for x, values in written:
                     x.copy_(values, non_blocking=True)
                     x.record_stream(self._stream)
-        return [_Copied(self._stream.record_event())]
+        return [self._stream.record_event()]
 
     def _comes(self, x: Tensor) -> bool:
         """Return whether a buffer is written: always, or the first time for this memory."""
@@ -89,16 +90,6 @@ class Copies:
             host = self._source == "host" and self._cuda
             self._kept[key] = values.cpu().pin_memory() if host else values
         return self._kept[key]
-
-
-@dataclass(frozen=True)
-class _Copied:
-    event: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        """Hold back the current stream, not the host."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
 
 
 def idle(kernel: Kernel) -> Kernel:
@@ -137,18 +128,9 @@ class VirtualRank:
     """
 
     def __init__(
-        self,
-        shape: Shard,
-        size: int,
-        *,
-        mask: Mask,
-        source: str,
-        kernel: str = "auto",
-        works: bool = True,
-        direction: Pass = Pass.QUERY,
-        device: str = "cuda",
-        rings: int = 1,
-    ) -> None:
+        self, shape: Shard, size: int, *, mask: Mask, source: str, kernel: str = "auto", works: bool = True,
+        direction: Pass = Pass.QUERY, device: str = "cuda", rings: int = 1,
+    ) -> None:  # fmt: skip
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
         n = shape.tokens * size
@@ -157,34 +139,27 @@ class VirtualRank:
         self.transport = Copies(source, self.device)
         chosen = choose(kernel, problem)
         self.call = Call(
-            rank=size // 2,
-            route=Route(nodes=1, intra=size // rings, rings=rings),
-            plan=plan_for(Layout("zigzag"), mask, n, size),
-            scores=Scores(shape.head_dim**-0.5),
-            problem=problem,
-            kernel=chosen if works else idle(chosen),
-            direction=Pass(direction),
-            grad_dtype=shape.grad_dtype,
-            kv_heads=shape.carried[0],
-            latent_travels=shape.latent_travels,
-        )
+            rank=size // 2, route=Route(nodes=1, intra=size // rings, rings=rings),
+            plan=plan_for(Layout("zigzag"), mask, n, size), scores=Scores(shape.head_dim**-0.5),
+            problem=problem, kernel=chosen if works else idle(chosen), direction=Pass(direction),
+            grad_dtype=shape.grad_dtype, kv_heads=shape.carried[0], latent_travels=shape.latent_travels,
+        )  # fmt: skip
 
         def draw(heads: int, dim: int) -> Tensor:
             return torch.randn(shape.batch, shape.tokens, heads, dim, device=self.device).to(shape.dtype)
 
         self.q, self.dout = draw(shape.heads, shape.head_dim), draw(shape.heads, shape.value_dim)
         self.up: Tensor | None = None
-        self.keys: Keys
-        """K and V of all heads, for the kernel alone."""
         if shape.latent is None:
             self.k, self.v = draw(shape.kv_heads, shape.head_dim), draw(shape.kv_heads, shape.value_dim)
-            self.keys = Keys(self.k, self.v)
         else:
             (width, rope), made = shape.latent, shape.head_dim - shape.latent[1] + shape.value_dim
             self.k, self.v = draw(1, width), draw(1, rope)
             up = torch.randn(shape.heads, width, made, device=self.device) / width**0.5
             self.up = up.to(shape.dtype)
-            self.keys = Keys(*Expansion(self.up, range(shape.heads), shape.value_dim).expand(self.k, self.v))
+        expansion = self.expansion
+        self.keys = Keys(*(expansion.expand(self.k, self.v) if expansion else (self.k, self.v)))
+        """K and V of all heads, for the kernel alone."""
 
     @property
     def expansion(self) -> Expansion | None:
@@ -194,9 +169,7 @@ class VirtualRank:
         return Expansion(self.up, range(self.shape.heads), self.shape.value_dim)
 
     def forward(self) -> Attended:
-        """Run this rank's forward."""
-        inputs = Inputs(self.q, self.k, self.v, expansion=self.expansion)
-        return forward(self.call, self.transport, inputs)
+        return forward(self.call, self.transport, Inputs(self.q, self.k, self.v, expansion=self.expansion))
 
     def queries(self, done: Attended) -> Queries:
         """Return the query side of its backward, for which D is formed."""
@@ -208,16 +181,13 @@ class VirtualRank:
         return backward(self.call, self.transport, self.queries(done), keys, done.out, self.expansion)
 
     def tiles(self, pass_: Pass) -> list[Tile]:
-        """Return the tiles of a pass."""
         return [tile for tiles in self.call.tiles_of_pass(pass_) for tile in tiles]
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of the forward."""
         return sum(tile.pattern.pairs for tile in self.tiles(Pass.FORWARD))
 
     def bare_forward(self) -> None:
-        """Run the kernel alone on the tiles of the forward."""
         Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, *self.keys, self.dout)).forward()
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:

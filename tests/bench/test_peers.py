@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from burst_bench import gate
 from burst_bench.core import METHODS, World, of_kind
-from burst_bench.methods import torch_context
+from burst_bench.methods import peers
 from burst_bench.methods.sharded import RingCase
 
 CASE = RingCase(seq=128, heads=8, kv_heads=4, head_dim=16, ranks=4)
@@ -176,8 +176,8 @@ def test_torchs_context_parallel_runs_on_cpus(size):
 
 def _alone(rank, size):
     """What torch says where its table has only its own operators."""
-    table = torch_context.templates().custom_ops
-    for operator in (torch_context.FORWARD, torch_context.BACKWARD):
+    table = peers.templates().custom_ops
+    for operator in (peers.FORWARD, peers.BACKWARD):
         table.pop(operator)
     q = torch.randn(1, 2, 4 * size, 8)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
