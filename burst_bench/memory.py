@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_PROCESS = Path("/proc/self")
 
-
-def peak_bytes(call: Callable[[], object], device: str) -> int | None:
-    """Memory that the call takes at its worst moment beyond what is taken before it; None where unknown.
+def peak_meter(call: Callable[[], object], device: str) -> dict[str, float]:
+    """Return as a meter what a call takes at its worst moment beyond what is taken before; none if unknown.
 
     On CPU the kernel counts it, of the whole process: what libraries take beside tensors is in it.
     """
@@ -30,19 +28,13 @@ def peak_bytes(call: Callable[[], object], device: str) -> int | None:
         before = torch.cuda.memory_allocated()
         call()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return {"peak": float(torch.cuda.max_memory_allocated() - before)}
     if not _reset_high_water():
         call()
-        return None
-    before = _kilobytes("VmRSS")
+        return {}
+    before = of_process("status", "VmRSS")
     call()
-    return 1024 * max(0, _kilobytes("VmHWM") - before)
-
-
-def peak_meter(call: Callable[[], object], device: str) -> dict[str, float]:
-    """Return the peak of a call as a meter; none where it is unknown."""
-    peak = peak_bytes(call, device)
-    return {} if peak is None else {"peak": float(peak)}
+    return {"peak": 1024.0 * max(0, of_process("status", "VmHWM") - before)}
 
 
 def _reset_high_water() -> bool:
@@ -51,14 +43,15 @@ def _reset_high_water() -> bool:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before must not serve the call for nothing
     try:
-        (_PROCESS / "clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
     return True
 
 
-def _kilobytes(name: str) -> int:
-    lines = (_PROCESS / "status").read_text().splitlines()
+def of_process(file: str, name: str) -> int:
+    """Return a number that Linux keeps of this process: bytes in "io", kilobytes in "status"."""
+    lines = Path("/proc/self", file).read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 

@@ -11,21 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from burst_bench.core import Bar, Case
-from burst_bench.subjects.hops import HopsCase
-from burst_bench.subjects.kernels import WRONG, KernelCase, RowCase
+from burst_bench.subjects.kernels import WRONG, HopsCase, KernelCase, RowCase
 from burst_bench.subjects.loss import HeadCase
 from burst_bench.subjects.recompute import OffloadCase
 from burst_bench.subjects.virtual_ring import VirtualCase
 
 
 def claim(
-    words: str,
-    method: str,
-    meter: str,
-    predicted: float | None,
-    bar: float | None = None,
+    words: str, method: str, meter: str, predicted: float | None, bar: float | None = None,
     at_most: bool = False,
-) -> Bar:
+) -> Bar:  # fmt: skip
     """Return a figure that a GPU must show; with no bar it is noted, and not judged."""
     return Bar(words, method, meter, bar, at_most, predicted=predicted)
 
@@ -67,14 +62,10 @@ def _kernels_are_right() -> Iterator[Check]:
         if dim == value_dim <= 128:
             claims.append(claim(f"cudnn at head dim {name}, s to plan and check", "cudnn", start, 2.0))
         yield Check(f"head dim {name}", case, tuple(claims))
-    yield _launches_of_float32()
-
-
-def _launches_of_float32() -> Check:
-    """Products without matrix units, at 4 multiply-adds a thread and step: bound by shared memory."""
+    # Products without matrix units, at 4 multiply-adds a thread and step: bound by shared memory.
     case = KernelCase(tokens=2048, heads=8, kv_heads=2, dtype="float32", passes="both")
     error = claim(f"{OURS} in float32, relative error", OURS, "error", 1e-6, WRONG["float32"], at_most=True)
-    return Check("float32", case, (error,))
+    yield Check("float32", case, (error,))
 
 
 def _kernel(name: str, predicted: float | None, bar: float | None, **fields: Any) -> Check:

@@ -3,16 +3,15 @@
 attention     one attention layer on ranks          masks      what masks save
 topology      an emulated cluster, in wall time     paper      the paper's comparison, emulated
 planning      what planning costs                   step       a training step under a framework
-loss          the LM head and its loss              hops       attention beside messages
-kernels       local attention kernels, and as "rowwise" the passes around kernels
+loss          the LM head and its loss
+kernels       local attention kernels; as "rowwise" the passes around them, as "hops" messages beside them
 recompute     ways to checkpoint layers on a ring, and as "offload" layers whose results leave the GPU
 virtual_ring  one rank's share of a ring on one device
 """
 
 from burst_bench.core import Case
 from burst_bench.subjects.attention import AttentionCase
-from burst_bench.subjects.hops import HopsCase
-from burst_bench.subjects.kernels import KernelCase, RowCase
+from burst_bench.subjects.kernels import HopsCase, KernelCase, RowCase
 from burst_bench.subjects.loss import HeadCase
 from burst_bench.subjects.masks import MaskCase
 from burst_bench.subjects.paper import PaperCase
@@ -27,5 +26,3 @@ _ALL: tuple[type[Case], ...] = (
     RowCase, HopsCase, VirtualCase, OffloadCase,
 )  # fmt: skip
 SUBJECTS = {case.subject: case for case in _ALL}
-
-__all__ = ["SUBJECTS"]

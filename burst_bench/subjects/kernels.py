@@ -1,19 +1,23 @@
-"""Local kernels on one device, ours in Triton beside the best of the others; and the passes around them."""
+"""Local kernels on one device, the passes around them, and messages beside them: each beside the others."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from burst_bench.core import Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
-from burst_bench.methods.kernels import SquareCase, both_ways
+from burst_bench.methods.kernels import SquareCase, both_ways, others
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
+from burst_mcore.attention.runtime.communicators import companion
 from burst_mcore.layout.balance import keys_per_query
 from burst_plan.words import shortened
 
@@ -114,3 +118,71 @@ class RowCase(SquareCase):
             of_element, besides = BYTES[method]
             size = (of_element * self.head_dim + besides) * self.tokens * self.heads
             yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopsCase(SquareCase):
+    """Attention while NCCL carries messages on the same GPU, beside attention alone."""
+
+    subject = "hops"
+
+    tokens: int = 8192
+    ctas: int = 8
+    """Thread blocks that NCCL may use for a communicator."""
+    priority: bool = True
+    """Messages are on streams of high priority."""
+    communicators: int = 2
+    """Each carries a message of the size of K and V."""
+
+    def methods(self) -> Sequence[Method]:
+        return [Method("under way")]
+
+    def prepare(self, world: World) -> Stage:
+        tensors = self.tensors(world.device)
+        calls = self.bare(KERNELS[others(self, world.device)[0]], tensors)
+        messages = Messages(self, torch.cat([x.flatten() for x in tensors[1:3]]))
+
+        def under_way() -> None:
+            works = messages.post()
+            calls.forward()
+            for work in works:
+                work.wait()
+
+        def hops() -> None:
+            for work in messages.post():
+                work.wait()
+
+        units = {"alone": Trial({"": calls.forward}, ahead=True), "messages": Trial({"": hops}, ahead=True)}
+        return Stage(
+            lambda method: Trial({"": under_way}, ahead=True),
+            units,
+            facts={("messages", "sent"): float(messages.size)},
+        )
+
+    def derive(self, table: Table) -> Derived:
+        yield "under way", "this / alone", table.over(("under way", "wall"), ("alone", "wall"))
+        size, walls = table["messages", "sent"][0], table.column("wall")
+        yield "messages", "GB/s", [size / seconds / 1e9 for seconds in walls.get("messages", ())]
+
+
+class Messages:
+    """Messages of one process to itself. On a CPU a message is a copy, at once: NCCL is not there."""
+
+    def __init__(self, case: HopsCase, bundle: Tensor) -> None:
+        self.size = case.communicators * bundle.nbytes
+        self.pairs = [(bundle.clone(), torch.empty_like(bundle)) for _ in range(case.communicators)]
+        self.groups = [
+            companion([0], "nccl", timedelta(minutes=2), case.ctas, priority=case.priority)
+            for _ in (self.pairs if bundle.is_cuda else ())
+        ]
+
+    def post(self) -> list[dist.Work]:
+        """Send and receive all messages; return what is to be waited for."""
+        works: list[dist.Work] = []
+        for group, (bundle, arrived) in zip(self.groups, self.pairs, strict=False):
+            ends = (dist.irecv, arrived), (dist.isend, bundle)
+            works += dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=0) for op, x in ends])
+        if not self.groups:
+            for bundle, arrived in self.pairs:
+                arrived.copy_(bundle)
+        return works

@@ -29,8 +29,6 @@ LARGE = 10**9
 """Logits of so many elements are not made at once, not even for the three products alone."""
 PRODUCT_TOKENS = {"cpu": 1024, "cuda": 8192}
 """There the products go over so many tokens at once."""
-
-
 SHAPES = {
     "cpu": ((4096, 1024, 32000), (8192, 1024, 128256)),
     "cuda": ((4096, 4096, 128256), (32768, 4096, 128256)),
@@ -78,7 +76,6 @@ class HeadCase(Case):
 
     @property
     def logits(self) -> int:
-        """Elements of all logits."""
         return self.tokens * self.vocabulary
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:

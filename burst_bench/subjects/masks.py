@@ -13,6 +13,7 @@ from burst_bench.core import Bar, Derived, Stage, Table, TimedStep, Trial, World
 from burst_bench.methods.kernels import Tiles, both_ways
 from burst_bench.methods.sharded import RingCase
 from burst_bench.subjects.attention import on_first, ring_trial
+from burst_mcore import BurstConfig, shard
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
@@ -20,8 +21,6 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.config import BurstConfig
-from burst_mcore.layout import shard
 from burst_mcore.layout.balance import imbalance, keys_per_query
 from burst_mcore.machines import CPU
 from burst_plan.explain.predict import draw

@@ -80,9 +80,8 @@ class PaperCase(PlayedCase):
 
     @property
     def scale(self) -> Scale:
-        most = max(
-            size for of_queries in (True, False) for size in self.share.bundle_bytes(of_queries=of_queries)
-        )
+        share = self.share
+        most = max(*share.bundle_bytes(of_queries=True), *share.bundle_bytes(of_queries=False))
         pace = (self.pace or PACE * self.where.size) / costed(self, AUTO).seconds
         least = self.where.size * self.model.intra / pace / CARRIED
         return Scale(pace, max(most / self.largest, least))
@@ -108,10 +107,7 @@ class PaperCase(PlayedCase):
                 play(built.parts, scale)
                 return sent
 
-            return Trial(
-                {"": step},
-                check=lambda: {"predicted": built.predicted, "kernel": built.kernel},
-            )
+            return Trial({"": step}, check=lambda: {"predicted": built.predicted, "kernel": built.kernel})
 
         return Stage(trial)
 

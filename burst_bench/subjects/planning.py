@@ -15,6 +15,7 @@ import torch
 
 from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
 from burst_bench.methods.sharded import share_of
+from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks
@@ -23,10 +24,7 @@ from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.config import BurstConfig
-from burst_mcore.layout import Layout
 from burst_mcore.machines import MACHINES
-from burst_mcore.mask import Mask
 
 TOKENS = 4096
 """Of a rank."""

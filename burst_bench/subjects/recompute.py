@@ -18,15 +18,12 @@ from burst_bench.memory import peak_meter
 from burst_bench.methods.attention import attended
 from burst_bench.methods.layers import POLICIES, LayerMethod, as_it_is
 from burst_bench.methods.sharded import share_of
+from burst_mcore import BurstConfig, Layout, Mask, Topology, positions
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.geometry.plan import head_mask
 from burst_mcore.attention.recompute.cuts import cut_for
-from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.checkpointing import KeepAttention, Offload, checkpoint
-from burst_mcore.config import BurstConfig
-from burst_mcore.layout import Layout, positions
-from burst_mcore.mask import Mask
 from burst_plan.explain.problem import DTYPES
 
 GATE_TOKENS = 256
@@ -68,7 +65,6 @@ class LayersCase(Case):
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of a forward."""
         return allowed_pairs(Mask.causal(), self.seq)
 
     def share_recomputed(self, name: str) -> float:
@@ -97,12 +93,9 @@ class LayersCase(Case):
                 return {"error": max(map(relative, short.gradients(), want))}
 
             return Trial(
-                {"": lambda: model.step(built)},
-                warm=lambda: short.step(built),
-                memory=memory,
-                check=check,
+                {"": lambda: model.step(built)}, warm=lambda: short.step(built), memory=memory, check=check,
                 bound=WRONG[self.dtype],
-            )
+            )  # fmt: skip
 
         return Stage(trial, {"attention's forward": Trial({"": model.attention})})
 
@@ -153,7 +146,6 @@ class Layer(nn.Module):
         return out
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v."""
         qkv: tuple[Tensor, ...] = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         return qkv
 
@@ -175,7 +167,6 @@ class LayerStack(nn.Module):
         self.to(world.device)
 
     def forward(self, method: LayerMethod) -> Tensor:
-        """Return the output of all layers."""
         x: Tensor = self.x
         for layer in self.layers:
             layer.around_attention = partial(self._around_attention, method)
@@ -194,7 +185,6 @@ class LayerStack(nn.Module):
         self.recompute_seconds = 0.0
 
     def gradients(self) -> Iterator[Tensor]:
-        """Yield the gradients of the input and of all parameters."""
         return (p.grad.double() for p in self.parameters() if p.grad is not None)
 
     def attention(self) -> None:
@@ -252,7 +242,6 @@ class OffloadCase(LayersCase):
 
     @property
     def kept_bytes(self) -> int:
-        """The size of O and LSE of all layers."""
         return self.layers * self.seq * (self.hidden * DTYPES[self.dtype].itemsize + 4 * self.heads)
 
     def prepare(self, world: World) -> Stage:

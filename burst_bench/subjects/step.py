@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from burst_bench.core import Bar, Derived, Method, Stage, Table, TimedStep, Trial, World, of_kind, one_of
-from burst_bench.memory import peak_meter
+from burst_bench.memory import of_process, peak_meter
 from burst_bench.methods import steps_deepspeed, steps_fsdp, steps_megatron
 from burst_bench.methods.steps import Train, TrainedCase
 from burst_mcore.attention.runtime import topology
@@ -114,14 +113,8 @@ def _counted(train: Train) -> TimedStep:
     """Return a step that says how many bytes this process wrote in it, to sockets too."""
 
     def step() -> Mapping[str, float]:
-        before = written()
+        before = of_process("io", "wchar")
         train()
-        return {"written": float(written() - before)}
+        return {"written": float(of_process("io", "wchar") - before)}
 
     return step
-
-
-def written() -> int:
-    """Bytes that this process has written, to sockets too."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))

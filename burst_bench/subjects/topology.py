@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,21 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_bench.calibrate import hop
-from burst_bench.core import (
-    Bar,
-    Case,
-    Derived,
-    Method,
-    Stage,
-    Table,
-    TimedStep,
-    Trial,
-    World,
-    in_words,
-    one_of,
-)
+from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, in_words, one_of
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
+from burst_mcore import BurstConfig, Layout, Mask, Topology
 from burst_mcore.attention.autotune import search
 from burst_mcore.attention.autotune.choose import Candidate, best
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
@@ -42,18 +31,13 @@ from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.prepare import call_of
-from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
-from burst_mcore.config import BurstConfig
-from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 
 WITHIN = 1.05
 """The choice of the cost model is right if it is at most so much slower than the fastest measured."""
-CLEARLY = 1.5
-"""A way that takes so many times as long as the fastest is measured once: more would change nothing."""
+
 FREE = 1e18
 """FLOP/s at which compute takes no time."""
 LINKS = ((20e6, 1e6), (10e6, 2e6), (2e6, 2e6))
@@ -85,7 +69,7 @@ class ClusterCase(Case):
 
     subject = "topology"
     emulated = True
-    clearly = CLEARLY
+    clearly = 1.5  # more rounds would change nothing
     overall = (Bar("right choices of auto", AUTO, "right choices / cells", 0.9, at_most=False),)
 
     nodes: int = 2
@@ -112,7 +96,6 @@ class ClusterCase(Case):
 
     @property
     def where(self) -> Ranks:
-        """All ranks, and those of a node."""
         return Ranks(self.nodes * self.intra, self.intra)
 
     @property
@@ -194,8 +177,7 @@ class ClusterCase(Case):
 
         return Stage(trial, facts={("message", "hop"): latency})
 
-    def step(self, config: BurstConfig, topology: Topology) -> TimedStep:
-        """Return one forward and backward."""
+    def step(self, config: BurstConfig, topology: Topology) -> Callable[[], None]:
         generator = torch.Generator().manual_seed(topology.rank)
         q, k, v = (
             torch.randn(1, self.tokens, heads, self.head_dim, generator=generator).requires_grad_()

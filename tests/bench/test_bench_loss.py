@@ -13,7 +13,7 @@ from ranks import processes
 from typer.testing import CliRunner
 
 from burst_bench.core import METHODS, Method, Table, World, of_kind
-from burst_bench.memory import LargestMade, peak_bytes
+from burst_bench.memory import LargestMade, peak_meter
 from burst_bench.methods import heads
 from burst_bench.results import Results, read
 from burst_bench.run import run
@@ -133,8 +133,8 @@ def test_the_three_products_over_parts_are_those_of_the_whole(monkeypatch):
 
 def test_memory_is_what_a_call_takes_beyond_what_is_there():
     given = torch.ones(2**24)
-    assert peak_bytes(lambda: None, "cpu") < 2**22
-    assert abs(peak_bytes(lambda: (given + 1, given + 2), "cpu") - 2**27) < 2**22
+    assert peak_meter(lambda: None, "cpu")["peak"] < 2**22
+    assert abs(peak_meter(lambda: (given + 1, given + 2), "cpu")["peak"] - 2**27) < 2**22
     with LargestMade([given]) as seen:
         made = given[:10].clone().expand(1000, 10)
         given.t()
