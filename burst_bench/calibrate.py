@@ -93,11 +93,7 @@ class Found:
 
 
 def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
-    """Return the rates that ranks reach together: of fresh processes, or of torchrun's processes.
-
-    Raises:
-        ValueError: as `_refuse`; on GPUs torchrun is missing, or torchrun started another number of ranks.
-    """
+    """Return the rates that ranks reach together: of fresh processes, or of torchrun's processes."""
     if device not in SIZES or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"no device {device!r} here; legal: cpu, and cuda where there is a GPU")
     if not dist.is_torchelastic_launched():
@@ -139,16 +135,13 @@ def measured(world: World, node: int, repeats: int) -> Rates:
     assert hop is not None
     intra = 1 / hop.slope
     return Rates(
-        intra=intra,
-        inter=intra * CPU.inter / CPU.intra if far is None else min(intra, 1 / far.slope),
+        intra=intra, inter=intra * CPU.inter / CPU.intra if far is None else min(intra, 1 / far.slope),
         compute=pass_flops(shard, 1, Pass.FORWARD) / forward.slope,
         backward=pass_flops(shard, 1, Pass.KV) / backward.slope,
-        memory=2 * sizes.copied / copy,
-        fill=forward.start / forward.slope,
-        latency=hop.start,
+        memory=2 * sizes.copied / copy, fill=forward.start / forward.slope, latency=hop.start,
         crowding=_crowding(world, within, hop, repeats) if node > 2 else 0.0,
         hidden=world.device == "cuda",
-    )
+    )  # fmt: skip
 
 
 def _refuse(ranks: int, node: int, repeats: int) -> None:
@@ -207,7 +200,6 @@ def hop(ends: tuple[int, int], message: Tensor) -> None:
 
 
 def _exchange(rank: int, members: Sequence[int], message: Tensor) -> None:
-    """Send a part of a message to each other member."""
     others, place = len(members) - 1, members.index(rank)
     parts = message[: len(message) // others * others].view(others, -1)
     ends = []

@@ -33,10 +33,8 @@ class World:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All of them."""
-        group = dist.group.WORLD
-        assert group is not None
-        return group
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
 
 def nothing(case: Any, place: Any) -> None:
@@ -117,11 +115,9 @@ class Table(dict[tuple[str, str], Sequence[float]]):
         return list(dict.fromkeys(method for method, _ in self))
 
     def column(self, meter: str) -> dict[str, Sequence[float]]:
-        """Return the samples of one meter by method."""
         return {method: samples for (method, name), samples in self.items() if name == meter}
 
     def medians(self, meter: str) -> dict[str, float]:
-        """Return the medians of one meter by method."""
         return {method: statistics.median(samples) for method, samples in self.column(meter).items()}
 
     def over(self, figure: tuple[str, str], unit: tuple[str, str]) -> list[float]:
@@ -219,7 +215,6 @@ class Case:
 
     @classmethod
     def about(cls) -> str:
-        """Return the docstring of the subject as one line."""
         return " ".join((cls.__doc__ or "").split())
 
     @classmethod
@@ -245,7 +240,6 @@ class Case:
         return ()
 
     def bars(self, device: str) -> Sequence[Bar]:
-        """Return the bars of the case."""
         return ()
 
 
@@ -257,10 +251,7 @@ def one_of(default: Any, legal: Iterable[Any]) -> Any:
 def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     """Return an object of a data class from a text such as "seq=4096; mask=causal & window:64".
 
-    `fixed` has fields that the text may leave out.
-
-    Raises:
-        ValueError: a field is unknown, one of the fixed, or not of a legal value; the message says what is.
+    Raises a ValueError for fields that are unknown, in `fixed` as well, or not of a legal value.
     """
     hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]  # type: ignore[arg-type]
     changes = {}
@@ -303,7 +294,7 @@ def installed(name: str, case: Any, device: str) -> str | None:
 
 def missing(*packages: str) -> str | None:
     """Return the first package that is not installed, in words; None if all are."""
-    modules = {name: MODULES.get(name, name.replace("-", "_")) for name in packages}
+    modules = {name: name.removesuffix("-core").replace("-", "_") for name in packages}  # megatron-core's
     return next((f"the package {name}" for name, module in modules.items() if not find_spec(module)), None)
 
 
@@ -318,7 +309,3 @@ def shared_heads(case: Any, ranks: int) -> str | None:
     if not case.heads % ranks and not case.kv_heads % ranks:
         return None
     return f"heads and K/V heads that are multiples of {ranks}, got {case.heads} and {case.kv_heads}"
-
-
-MODULES = {"megatron-core": "megatron"}
-"""Modules of packages that are not the package's own name."""

@@ -63,11 +63,8 @@ def _why_not() -> str | None:
 
 def _try() -> None:
     os.unshare(os.CLONE_NEWNET)
-    _ip(
-        "link add bridge type bridge",
-        "link add eth0 type veth peer name rank0",
-        "link set rank0 master bridge",
-    )
+    cable = "link add eth0 type veth peer name rank0"
+    _ip("link add bridge type bridge", cable, "link set rank0 master bridge")
     _shape(0, Ranks(1, 1), Rates(intra=1e6, inter=1e6, compute=1.0))
 
 
@@ -76,15 +73,8 @@ def run(
 ) -> list[Any]:
     """function(rank, size, *args) on every rank of the cluster, over gloo; their results by rank.
 
-    Args:
-        ranks: how many in all, and on each node.
-        rates: `intra` and `inter` are what the links carry.
-        function: importable from its module.
-        args: picklable.
-        timeout: seconds for the whole.
-
-    Raises:
-        RuntimeError: the machine cannot emulate a cluster, or a rank failed or did not end in time.
+    Links carry the `intra` and `inter` of `rates`; `timeout` is in seconds, for the whole. Raises a
+    RuntimeError if the machine cannot emulate a cluster, or a rank failed or did not end in time.
     """
     require()
     spawn = multiprocessing.get_context("spawn")
@@ -170,8 +160,7 @@ def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
 
 
 def _address(rank: int, ranks: Ranks) -> str:
-    node, local = divmod(rank, ranks.intra)
-    return f"{_NETWORK}.{node}.{local + 1}"
+    return f"{_NETWORK}.{rank // ranks.intra}.{rank % ranks.intra + 1}"
 
 
 def _hardware(rank: int) -> str:
@@ -195,8 +184,7 @@ def _batch(tool: str, *commands: str) -> None:
 def go_first() -> None:
     """Let this process run as soon as it wakes up, whatever else runs: for ranks that sleep most of the time.
 
-    Raises:
-        PermissionError: this process may not; an emulated cluster needs root anyway.
+    It raises a PermissionError without root, which an emulated cluster needs anyway.
     """
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile

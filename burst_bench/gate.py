@@ -83,7 +83,6 @@ def refusal(problem: LayerProblem) -> str | None:
 
 
 def _table(problem: LayerProblem) -> Pattern:
-    """Return the mask as a table of queries x keys."""
     rows = torch.arange(problem.seq)
     return Pattern.from_table(problem.seen.allows(rows, rows))
 

@@ -27,16 +27,9 @@ def in_processes(
 ) -> list[Any]:
     """function(rank, size, *args) on `size` gloo ranks, one thread each. The first error ends all ranks.
 
-    Args:
-        size: how many ranks.
-        function: importable from its module.
-        args: picklable.
-        context: makes the processes; default: `fresh_processes`.
-        before: called with the rank before the ranks are joined.
-
-    Raises:
-        BrokenProcessPool: a process was ended from outside, for want of memory above all.
-        Exception: whatever a rank raised.
+    `context` makes the processes, by default `fresh_processes`. `before` is called with the rank before ranks
+    are joined. Raises whatever a rank raised, and BrokenProcessPool if a process was ended from outside, for
+    want of memory above all.
     """
     others = multiprocessing.active_children()
     with (
@@ -69,13 +62,9 @@ def fresh_processes(cuda: bool = False) -> BaseContext:
 
 
 def _rank(
-    rank: int,
-    size: int,
-    store: str,
-    before: Callable[[int], None] | None,
-    function: Callable[..., Any],
+    rank: int, size: int, store: str, before: Callable[[int], None] | None, function: Callable[..., Any],
     args: tuple[Any, ...],
-) -> Any:
+) -> Any:  # fmt: skip
     threading.Thread(target=_end_with_the_first, daemon=True).start()
     if before is not None:
         before(rank)

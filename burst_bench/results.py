@@ -72,34 +72,21 @@ class Results:
     def as_json(self, made_by: Mapping[str, Any] | None = None) -> str:
         """Return the file of this run; `made_by`: commit, machine and versions, by default those of now."""
         whole = {
-            "schema": SCHEMA,
-            "subject": self.subject,
-            "about": self.about,
+            "schema": SCHEMA, "subject": self.subject, "about": self.about,
             **(made_by or provenance.made_by(self.device)),
-            "device": self.device,
-            "repeats": self.repeats,
-            "cases": self.cases,
+            "device": self.device, "repeats": self.repeats, "cases": self.cases,
             "bars": [{**asdict(bar), "reached": bar.reached} for bar in self.bars],
-            "not judged": self.not_judged,
-            "refused": self.refused,
-            "errors": self.errors,
+            "not judged": self.not_judged, "refused": self.refused, "errors": self.errors,
             "notes": self.notes,
-        }
+        }  # fmt: skip
         figures = (_figure(case, *key, table[key]) for case, table in self.tables.items() for key in table)
         lines = ",\n  ".join(map(json.dumps, figures))  # a figure a line: short, and easy to compare
         return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
 
 
 def _figure(case: str, method: str, meter: str, samples: Sequence[float]) -> dict[str, Any]:
-    unit, median = unit_of(meter), statistics.median(samples)
-    return {
-        "case": case,
-        "method": method,
-        "meter": meter,
-        "samples": samples,
-        "unit": unit,
-        "median": median,
-    }
+    figure = {"case": case, "method": method, "meter": meter, "samples": samples}
+    return {**figure, "unit": unit_of(meter), "median": statistics.median(samples)}
 
 
 def read(path: Path) -> Results:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,15 +19,9 @@ from burst_bench.stage import Outcome, Samples, StageWork, measure
 
 
 def device_for(subject: type[Case], word: str, joined: bool = False) -> str:
-    """Return the device that "auto", "cpu" or "cuda" means for a subject.
+    """Return the device that "auto", "cpu" or "cuda" means for a subject; joined: torchrun started us.
 
-    Args:
-        subject: Says which devices serve.
-        word: What was asked for.
-        joined: Whether torchrun started this process.
-
-    Raises:
-        ValueError: the subject, or this machine, does not have it.
+    Raises a ValueError if the subject, or this machine, does not have the device.
     """
     if joined and not subject.joined:
         raise ValueError(f"{subject.subject} starts its own processes: run it without torchrun")
@@ -54,16 +47,14 @@ def cases_for(
 ) -> dict[str, Case]:
     """Return the subject's cases by name, or those that `texts` name or describe.
 
+    Raises a ValueError for a text that is neither a name nor legal fields, and for an unknown option.
+
     Args:
         subject: Has the cases.
         texts: Names or fields of cases.
         device: "cpu" or "cuda".
         ranks: Processes that torchrun started; None: a case says how many are started.
         given: Fields that all cases get, by name (`Case.options`).
-
-    Raises:
-        ValueError: a text is neither a name nor legal fields, or wants another number of ranks; the subject
-            has no such option.
     """
     fixed = dict(given or {})
     if foreign := fixed.keys() - set(subject.options):
@@ -71,24 +62,21 @@ def cases_for(
     named = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
     if ranks is not None:
         named = {f"{ranks} ranks": subject(ranks=ranks, **fixed)}
+    asked: dict[str, Case] = {}
     for text in texts:
         if text not in named and "=" not in text:
             raise ValueError(
                 f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
             )
-    in_fields = partial(_in_fields, subject, ranks, fixed)
-    asked = {text: named[text] if text in named else in_fields(text) for text in texts}
-    for text, case in asked.items():
-        if ranks is not None and case.ranks != ranks:
+        if text in named:
+            asked[text] = named[text]
+            continue
+        says_ranks = any(part.split("=")[0].strip() == "ranks" for part in text.split(";"))
+        case = in_words(subject, text, **fixed, **({} if ranks is None or says_ranks else {"ranks": ranks}))
+        if ranks not in (None, case.ranks):
             raise ValueError(f"torchrun started {ranks} ranks, and {text!r} wants {case.ranks}")
+        asked[text] = case
     return asked or dict(named)
-
-
-def _in_fields(subject: type[Case], ranks: int | None, fixed: Mapping[str, Any], text: str) -> Case:
-    """Return the case of some fields; torchrun's ranks, where the text names none."""
-    names_ranks = any(part.split("=")[0].strip() == "ranks" for part in text.split(";"))
-    more = {} if ranks is None or names_ranks else {"ranks": ranks}
-    return in_words(subject, text, **fixed, **more)
 
 
 def run(
@@ -104,9 +92,8 @@ def run(
     A case that fails is an error in the results, and costs no other. In ranks that torchrun started, the run
     ends with it.
 
-    Raises:
-        ValueError: a name is unknown, or no method that was asked for can serve a case.
-        RuntimeError: this machine cannot emulate the cluster that the subject needs.
+    Raises a ValueError if a name is unknown, or no method that was asked for can serve a case; a RuntimeError
+    if this machine cannot emulate the cluster that the subject needs.
     """
     results = Results(subject.subject, subject.about(), device, repeats)
     plans = {name: _able(case, names, device) for name, case in cases.items()}
@@ -148,7 +135,6 @@ def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], 
 
 
 def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) -> Outcome:
-    """Return the samples of all methods on one case."""
     work = StageWork(case, methods, 1 if case.cold else repeats * case.rounds, device)
     sets = range(case.processes * (repeats if case.cold else 1))
     if case.beside is None:

@@ -119,15 +119,8 @@ def interleave(
 ) -> Samples:
     """Time the steps of all trials in turn, forth and back, after one round that is not counted.
 
-    Args:
-        trials: By name of the method or unit.
-        world: The processes that run the same steps at the same time.
-        rounds: Counted rounds.
-        cold: Count the first round, and the peak memory of every step.
-        clearly: A step whose first round took more than this many times the fastest's has that round alone.
-
-    Returns:
-        Samples by (method, meter): the sum over ranks of CPU seconds, the largest of everything else.
+    With `cold` the first round counts, and so does the peak memory of every step. A step whose first round
+    took more than `clearly` times the fastest's has that round alone.
     """
     steps = [(name, part, trial) for name, trial in trials.items() for part in trial.steps]
     samples: Samples = {}

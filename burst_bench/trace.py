@@ -14,22 +14,11 @@ from burst_bench.core import World
 from burst_bench.launch import in_processes, keep_freed_memory
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import dealt
+from burst_mcore import BurstConfig, Topology
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import (
-    Accumulate,
-    Action,
-    Add,
-    Channel,
-    Compute,
-    Pack,
-    Pass,
-    Recv,
-    Unpack,
-    Wait,
-)
+from burst_mcore.attention.schedule import actions as does
+from burst_mcore.attention.schedule.actions import Action, Channel, Pass
 from burst_mcore.attention.schedule.trace import RECORDERS, Event, lane
-from burst_mcore.config import BurstConfig
 from burst_mcore.rates import Rates
 from burst_plan.explain.problem import LayerProblem
 
@@ -51,20 +40,19 @@ class Recording:
         """Take the time of an action, and of the messages that it waits for."""
         before = time.perf_counter()
         yield
-        if isinstance(action, Wait):
+        if isinstance(action, does.Wait):
             for label, posted in self._under_way.pop(action.channel):
                 self._note(lane(action.channel), label, posted)
-        elif isinstance(action, (Compute, Accumulate, Add, Pack, Unpack)):
+        elif isinstance(action, (does.Compute, does.Accumulate, does.Add, does.Pack, does.Unpack)):
             self._note("compute", str(action), before)
 
     def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
         """Note when the messages of a hop started."""
         now = time.perf_counter()
-        started = [(str(action), now) for action in actions if isinstance(action, Recv)]
+        started = [(str(action), now) for action in actions if isinstance(action, does.Recv)]
         self._under_way.setdefault(channel, []).extend(started)
 
     def _note(self, where: str, label: str, began: float) -> None:
-        """Add an event that ends now."""
         start, end = began - self._begin, time.perf_counter() - self._begin
         self.events.append(Event(self.rank, where, label, start, start, end))
 
@@ -88,11 +76,8 @@ def trace_pass(
 ) -> list[Event]:
     """Return the events of every rank in one pass, over gloo on this machine.
 
-    rates: those by which the way is chosen; default those of a CPU.
-
-    Raises:
-        ValueError: the configuration cannot serve the problem.
-        RuntimeError: a rank failed.
+    The way is chosen by `rates`, or those of a CPU. Raises a ValueError if the configuration cannot serve the
+    problem, a RuntimeError if a rank failed.
     """
     config = replace(config, backward=Pass.KV if pass_ == Pass.FORWARD else pass_)
     per_rank = in_processes(ranks.size, _trace_pass, problem, ranks.intra, pass_, config, rates)
@@ -100,14 +85,9 @@ def trace_pass(
 
 
 def _trace_pass(
-    rank: int,
-    size: int,
-    problem: LayerProblem,
-    intra: int,
-    pass_: Pass,
-    config: BurstConfig,
+    rank: int, size: int, problem: LayerProblem, intra: int, pass_: Pass, config: BurstConfig,
     rates: Rates | None,
-) -> list[Event]:
+) -> list[Event]:  # fmt: skip
     keep_freed_memory()
     world = World(rank, size)
     topology = Topology.from_group(world.group, intra_size=intra, rates=rates)
