@@ -62,9 +62,13 @@ def fresh_processes(cuda: bool = False) -> BaseContext:
 
 
 def _rank(
-    rank: int, size: int, store: str, before: Callable[[int], None] | None, function: Callable[..., Any],
+    rank: int,
+    size: int,
+    store: str,
+    before: Callable[[int], None] | None,
+    function: Callable[..., Any],
     args: tuple[Any, ...],
-) -> Any:  # fmt: skip
+) -> Any:
     threading.Thread(target=_end_with_the_first, daemon=True).start()
     if before is not None:
         before(rank)

@@ -85,9 +85,14 @@ def trace_pass(
 
 
 def _trace_pass(
-    rank: int, size: int, problem: LayerProblem, intra: int, pass_: Pass, config: BurstConfig,
+    rank: int,
+    size: int,
+    problem: LayerProblem,
+    intra: int,
+    pass_: Pass,
+    config: BurstConfig,
     rates: Rates | None,
-) -> list[Event]:  # fmt: skip
+) -> list[Event]:
     keep_freed_memory()
     world = World(rank, size)
     topology = Topology.from_group(world.group, intra_size=intra, rates=rates)

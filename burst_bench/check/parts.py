@@ -18,9 +18,13 @@ from burst_bench.subjects.virtual_ring import VirtualCase
 
 
 def claim(
-    words: str, method: str, meter: str, predicted: float | None, bar: float | None = None,
+    words: str,
+    method: str,
+    meter: str,
+    predicted: float | None,
+    bar: float | None = None,
     at_most: bool = False,
-) -> Bar:  # fmt: skip
+) -> Bar:
     """Return a figure that a GPU must show; with no bar it is noted, and not judged."""
     return Bar(words, method, meter, bar, at_most, predicted=predicted)
 

@@ -30,9 +30,14 @@ from burst_mcore.rates import Rates
 
 
 def burst(
-    case: RingCase, world: World, backward: str = "auto", heads: int | str | None = 1, ring: str = "auto",
-    nodes: int = 1, rates: Rates | None = None,
-) -> ShardedAttention:  # fmt: skip
+    case: RingCase,
+    world: World,
+    backward: str = "auto",
+    heads: int | str | None = 1,
+    ring: str = "auto",
+    nodes: int = 1,
+    rates: Rates | None = None,
+) -> ShardedAttention:
     """burst_attention on the case's layout.
 
     Ranks share heads in groups of `heads`, None: all. Where there are fewer nodes than `nodes`, so many are

@@ -128,9 +128,18 @@ class VirtualRank:
     """
 
     def __init__(
-        self, shape: Shard, size: int, *, mask: Mask, source: str, kernel: str = "auto", works: bool = True,
-        direction: Pass = Pass.QUERY, device: str = "cuda", rings: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Shard,
+        size: int,
+        *,
+        mask: Mask,
+        source: str,
+        kernel: str = "auto",
+        works: bool = True,
+        direction: Pass = Pass.QUERY,
+        device: str = "cuda",
+        rings: int = 1,
+    ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
         n = shape.tokens * size
