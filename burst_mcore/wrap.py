@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_BELOW = {"torch", "triton", "sympy", "mpmath", "networkx", "numpy"}
+"""Packages, most of what is loaded, that import no framework: a look at each of their values takes time."""
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -23,7 +25,7 @@ def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]],
     if make in _makers(original):
         return
     wrapped = _wrapped(original, make)
-    for other in list(sys.modules.values()):
+    for other in [found for place, found in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
         names = [key for key, value in list(getattr(other, "__dict__", {}).items()) if value is original]
         for key in names:
             setattr(other, key, wrapped)
