@@ -23,6 +23,8 @@ import limits
 import torch
 import torch.distributed as dist
 
+import burst_mcore.attention.autotune.search  # noqa: F401 - with what a call imports, here once: ranks are forked
+
 
 def poison(on: bool) -> None:
     """Whether torch.empty fills what it returns with NaN (torch's own switch)."""

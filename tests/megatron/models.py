@@ -16,11 +16,15 @@ import torch.distributed as dist
 from counting import count_pairs
 from ranks import processes
 
+import burst_mcore.megatron.spec  # noqa: F401 - here once, with what it imports: ranks are forked
 from burst_mcore import BurstConfig, Layout, shard, unshard
 from burst_mcore.checkpointing import Full, Policy, Segment
 from burst_mcore.megatron import cpu
 
 VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
+if VERSION >= (0, 19):  # what hybrid models and the trainer import, likewise
+    import megatron.core.models.hybrid.hybrid_model
+    import megatron.training.training  # noqa: F401
 N, BATCH, VOCAB = 64, 2, 96
 
 MLA = (
