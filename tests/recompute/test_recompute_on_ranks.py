@@ -65,11 +65,15 @@ def _samples(rank, size, intra, seeds):
 
 
 @pytest.mark.parametrize(
-    ("size", "intra"),
-    [(2, 2), (4, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in ((3, 1), (6, 3), (8, 4)))],
+    ("size", "intra", "first", "last"),
+    [
+        *((2, 2, 0, 16), (4, 2, 0, 8)),
+        pytest.param(4, 2, 8, 16, marks=pytest.mark.slow),
+        *(pytest.param(*s, 0, 16, marks=pytest.mark.slow) for s in ((3, 1), (6, 3), (8, 4))),
+    ],
 )
-def test_random_problems_are_as_exact_as_without(size, intra):
-    processes(size, _samples, intra, range(16))
+def test_random_problems_are_as_exact_as_without(size, intra, first, last):
+    processes(size, _samples, intra, range(first, last))
 
 
 class Weighing(Segment):
@@ -135,7 +139,8 @@ def _totals(size, intra, layout, mask, heads=1, n=4096):
 
 
 @pytest.mark.parametrize(
-    ("size", "intra", "layout"), [(4, 4, "striped"), (4, 2, "striped"), (2, 2, "stacked-zigzag:4")]
+    ("size", "intra", "layout"),
+    [pytest.param(4, 4, "striped", marks=pytest.mark.slow), (4, 2, "striped"), (2, 2, "stacked-zigzag:4")],
 )
 def test_causal_recompute_costs_the_square_of_the_front(size, intra, layout):
     n, heads, dim = 4096, 2, 8

@@ -109,9 +109,12 @@ def _stay(rank, size, intra, seeds):
     ("size", "intra", "first", "last"),
     [
         (1, 1, 0, 40),
-        (2, 2, 0, 40),
-        (4, 2, 0, 10),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((4, 2, 10, 40), (3, 1, 0, 40))),
+        (2, 2, 0, 15),
+        (4, 2, 0, 5),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in ((2, 2, 15, 40), (4, 2, 5, 40), (3, 1, 0, 40))
+        ),
     ],
 )
 def test_what_is_not_finite_stays_in_its_document(size, intra, first, last):

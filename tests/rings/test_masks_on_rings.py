@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from cells import crossed
 from counting import count_pairs
 from dense import Result, assert_as_exact_as, dense, problem, single_kernel
 from masks import random_chunks, random_layout, random_mask, random_tree
@@ -120,18 +121,17 @@ def _samples(rank, size, intra, seeds):
 
 
 @pytest.mark.parametrize(
-    ("size", "intra"),
+    ("size", "intra", "first", "last"),
     [
-        (2, 2),
-        (3, 1),
-        (4, 2),
-        pytest.param(6, 3, marks=pytest.mark.slow),
-        pytest.param(5, 5, marks=pytest.mark.slow),
-        pytest.param(8, 4, marks=pytest.mark.slow),
+        *((2, 2, 0, 28), (3, 1, 0, 10), (4, 2, 0, 14)),
+        *(
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in ((3, 1, 10, 28), (4, 2, 14, 28), (6, 3, 0, 28), (5, 5, 0, 28), (8, 4, 0, 28))
+        ),
     ],
 )
-def test_random_masks_layouts_and_shapes(size, intra):
-    processes(size, _samples, intra, range(28))
+def test_random_masks_layouts_and_shapes(size, intra, first, last):
+    processes(size, _samples, intra, range(first, last))
 
 
 def _largest(p, mask, scale):
@@ -391,8 +391,15 @@ def _single_keys(rank, size, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    crossed(
+        (2, 4),
+        (torch.bfloat16, torch.float16, torch.float32),
+        quick=lambda size, dtype: (size == 4) == (dtype == torch.bfloat16),
+    ),
+    ids=str,
+)
 def test_rows_that_see_a_single_key_have_gradients_as_small_as_on_one_device(size, dtype):
     for way, (ours, theirs, rounding) in processes(size, _single_keys, dtype)[0].items():
         assert rounding < 1e-5  # a rounding in 16 bits is a hundred times larger

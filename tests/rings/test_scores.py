@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cells import crossed
 from dense import (
     Result,
     assert_as_exact_as,
@@ -93,9 +94,15 @@ def _on_ring(rank, size, option, config):
     return True
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("backward", ["query", "kv"])
+@pytest.mark.parametrize(
+    ("backward", "degree", "option"),
+    crossed(
+        ("query", "kv"),
+        (1, 2),
+        OPTIONS,
+        quick=lambda backward, degree, option: option == "all" or (backward == "kv") == (degree == 2),
+    ),
+)
 def test_options_on_a_ring_equal_float64(option, degree, backward):
     config = BurstConfig(backward=backward, head_parallel=degree)
     assert all(processes(4, _on_ring, option, config))
