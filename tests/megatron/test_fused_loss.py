@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cells import crossed
 from models import BATCH, MTP, VERSION, VOCAB, Case, N, assert_equal, build, default, needs_019, step
 from ranks import processes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,13 +14,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from burst_mcore.megatron import cpu
 from burst_mcore.megatron.fused_loss import UnmadeLogits, fuse_loss
 
+SLOW = pytest.mark.slow
 MUP = (("use_mup", True), ("mup_base_hidden_size", 32))
 
 
 @pytest.mark.proves("fused loss", "GPT at CP 2, TP 2 x CP 2; tied embeddings")
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("tied", [False, True])
-def test_gpt(tp, cp, tied):
+@pytest.mark.parametrize(
+    ("cp", "tp", "tied"),
+    [
+        *((1, 1, True), (2, 1, False), (2, 2, True)),
+        *(pytest.param(*cell, marks=SLOW) for cell in ((1, 1, False), (2, 1, True), (2, 2, False))),
+    ],
+)
+def test_gpt(cp, tp, tied):
     assert_equal(step(Case(tp=tp, cp=cp, fused=True, tied=tied)), default(tied=tied))
 
 
@@ -30,7 +37,9 @@ def test_microbatches_in_flight():
 
 @pytest.mark.proves("fused loss", "multi-token prediction, TP 2 x CP 2")
 @needs_019
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "cp"), [(1, 1), (2, 2), *(pytest.param(*cell, marks=SLOW) for cell in ((2, 1), (1, 2)))]
+)
 def test_multi_token_prediction(tp, cp):
     dealt = (("sequence_parallel", tp > 1),)
     got = step(Case(model="mtp", tp=tp, cp=cp, fused=True, fields=MTP + dealt))
@@ -39,7 +48,7 @@ def test_multi_token_prediction(tp, cp):
 
 @pytest.mark.proves("fused loss", "HybridModel at TP 2 x CP 2")
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=SLOW), True])
 def test_hybrid(tied):
     got = step(Case(model="hybrid", tp=2, cp=2, fused=True, tied=tied))
     assert_equal(got, default(model="hybrid", tied=tied))
@@ -51,7 +60,7 @@ def test_logits_that_are_scaled():
 
 
 @pytest.mark.proves("fused loss", "TP 2 x CP 2 with sequence parallelism")
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=SLOW), True])
 def test_sequence_parallel(tied):
     case = Case(tp=2, cp=2, fused=True, tied=tied, fields=(("sequence_parallel", True),))
     assert_equal(step(case), default(tied=tied))
@@ -135,8 +144,10 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.proves("fused loss", "DDP, distributed optimizer")
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed optimizer"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tied", "distributed"),
+    crossed((False, True), (False, True), quick=lambda tied, distributed: tied != distributed),
+)
 def test_main_grad(tied, distributed):
     ours, theirs = (processes(2, trained, fused, tied, distributed, torch.float32) for fused in (True, False))
     for rank in range(2):
@@ -145,7 +156,7 @@ def test_main_grad(tied, distributed):
             torch.testing.assert_close(ours[rank][0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=SLOW), True])
 def test_main_grad_where_the_layers_add_to_it_by_apex(tied):
     """The fused head keeps the contract of the layers: it adds once, says so, and hands autograd nothing."""
     ours, layers, plain = (

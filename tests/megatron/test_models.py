@@ -14,9 +14,17 @@ def test_the_baseline_is_megatrons_own_attention():
 
 
 @pytest.mark.proves("GPT", "CP 1, 2, 4; TP 2 x CP 2; backward by queries, by keys and values")
-@pytest.mark.parametrize("backward", ["query", "kv"])
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (1, 2), (1, 4), (2, 2)])
-def test_gpt(tp, cp, backward):
+@pytest.mark.parametrize(
+    ("cp", "tp", "backward"),
+    [
+        *((1, 1, "query"), (2, 1, "kv"), (4, 1, "query"), (2, 2, "kv")),
+        *(
+            pytest.param(*cell, marks=SLOW)
+            for cell in ((1, 1, "kv"), (2, 1, "query"), (4, 1, "kv"), (2, 2, "query"))
+        ),
+    ],
+)
+def test_gpt(cp, tp, backward):
     assert_equal(step(Case(tp=tp, cp=cp, backward=backward)), default())
 
 
@@ -77,10 +85,10 @@ def test_mla():
     ("tp", "cp", "backward", "others"),
     [
         (1, 1, "auto", {}),
-        (1, 2, "query", {}),
+        pytest.param(1, 2, "query", {}, marks=SLOW),
         (1, 2, "kv", {"recompute": "selective"}),
         (1, 4, "kv", {"recompute": "full", "policy": Segment(0.5), "layout": "striped"}),
-        (1, 4, "query", {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)}),
+        pytest.param(1, 4, "query", {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)}, marks=SLOW),
         pytest.param(1, 4, "query", {"burst": (("mesh", "2x2"),)}, marks=SLOW),
         (1, 4, "kv", {"burst": (("mesh", "2x2"),), "recompute": "full", "policy": Segment(0.5)}),
         pytest.param(1, 4, "query", {"burst": (("mesh", "4x1"),), "hierarchy": (2, 2)}, marks=SLOW),

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+from cells import crossed
 from models import (
     MLA,
     MOE,
@@ -29,15 +30,24 @@ from burst_mcore.megatron import cpu
 WHOLE = {"documents": (16, 8, 40)}
 """Multiples of 8: two chunks for each of four ranks."""
 PADDED = {"documents": (13, 1, 33), "slots": (16, 8, 40)}
+DOCUMENTS = {"whole": WHOLE, "padded": PADDED}
+QUICK = {("whole", 1, "query"), ("padded", 1, "kv"), ("whole", 4, "kv"), ("padded", 4, "query")}
 WINDOW = (("window_size", (5, 0)), ("window_attn_skip_freq", 2))
 
 
 @pytest.mark.proves("packed documents, padded or not", "CP 1, 2, 4; compared with each document alone")
-@pytest.mark.parametrize("backward", ["query", "kv"])
-@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("packed", [WHOLE, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    ("packed", "cp", "backward"),
+    crossed(
+        DOCUMENTS,
+        (1, 2, 4),
+        ("query", "kv"),
+        quick=lambda packed, cp, backward: (packed, cp, backward) in QUICK,
+    ),
+)
 def test_packed_documents(packed, cp, backward):
-    assert_equal(step(Case(cp=cp, backward=backward, **packed)), default(**packed))
+    documents = DOCUMENTS[packed]
+    assert_equal(step(Case(cp=cp, backward=backward, **documents)), default(**documents))
 
 
 WAYS = {
@@ -77,8 +87,10 @@ SKIPPING = {
 
 
 @pytest.mark.proves("windows in all or some layers", "CP 1 and 4")
-@pytest.mark.parametrize("skipping", SKIPPING)
-@pytest.mark.parametrize("cp", [1, 4])
+@pytest.mark.parametrize(
+    ("cp", "skipping"),
+    crossed((1, 4), SKIPPING, quick=lambda cp, skipping: (cp == 1) == (skipping == "every layer")),
+)
 def test_windows(cp, skipping):
     fields = (("window_size", (9, 0)), *SKIPPING[skipping])
     got, want = step(Case(cp=cp, fields=fields)), step(Case(attention="default", fields=fields))
@@ -87,7 +99,7 @@ def test_windows(cp, skipping):
 
 
 @pytest.mark.proves("windows in all or some layers", "packed documents at CP 1, 2, 4")
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_windows_over_packed_documents(cp):
     assert_equal(step(Case(cp=cp, fields=WINDOW, **PADDED)), default(fields=WINDOW, **PADDED))
 
