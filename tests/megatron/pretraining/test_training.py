@@ -60,9 +60,8 @@ def forked_run(job):
 
 @pytest.fixture(scope="module")
 def alone(data, tmp_path_factory):
-    """One process with Megatron's own attention, in an interpreter of its own, as the job starts ranks."""
-    arguments = [*MODEL, *data, "--train-iters", "4"]
-    found = list(Job(tmp_path_factory.mktemp("alone"), 1, arguments).run())
+    """One process with Megatron's own attention."""
+    found = train(tmp_path_factory.mktemp("alone"), 1, data)
     assert [i.iteration for i in found] == [1, 2, 3, 4]
     assert found[-1].loss < found[0].loss
     return found
@@ -77,6 +76,12 @@ def assert_equal(got, want):
 @pytest.mark.proves("training runs", "CP 2 by the flag")
 def test_a_ring_of_two_chosen_by_the_flag(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *BURST, *CP2, "--burst-backward", "query"), alone)
+
+
+@pytest.mark.slow
+def test_ranks_in_interpreters_of_their_own(data, alone, tmp_path):
+    """As the job starts them, where they are not forked from here."""
+    assert_equal(list(Job(tmp_path, 1, [*MODEL, *data, "--train-iters", "4"]).run()), alone)
 
 
 SPEC = ["--spec", "burst_mcore.megatron.spec", "burst_layer_spec"]
@@ -220,17 +225,24 @@ def test_experts_behind_an_all_to_all(data, tmp_path):
     assert_equal(train(tmp_path / "ring", 2, data, *BURST, *CP2, *experts), plain)
 
 
+HYBRID = ["--hybrid-layer-pattern", "*-*-", "--num-layers", "4"]
+
+
+@pytest.fixture(scope="module")
+def hybrid_alone(data, tmp_path_factory):
+    """A hybrid model, with Megatron's own attention, on one process."""
+    stock = ["--spec", "stock_hybrid", "stack_spec"]
+    return train(tmp_path_factory.mktemp("hybrid"), 1, data, *HYBRID, *stock)
+
+
 @pytest.mark.proves("training runs", "HybridModel of attention and MLP layers, CP 2 and CP 4")
 @pytest.mark.parametrize(
     ("size", "ours"),
     [("2", BURST), ("4", ["--spec", "burst_mcore.megatron.spec", "burst_hybrid_stack_spec"])],
 )
-def test_a_hybrid_model(size, ours, data, tmp_path):
-    pattern = ["--hybrid-layer-pattern", "*-*-", "--num-layers", "4"]
-    stock = ["--spec", "stock_hybrid", "stack_spec"]
-    plain = train(tmp_path / "plain", 1, data, *pattern, *stock)
+def test_a_hybrid_model(size, ours, data, hybrid_alone, tmp_path):
     ring = ["--context-parallel-size", size, "--burst-layout", "striped"]
-    assert_equal(train(tmp_path / "ring", int(size), data, *pattern, *ours, *ring), plain)
+    assert_equal(train(tmp_path, int(size), data, *HYBRID, *ours, *ring), hybrid_alone)
 
 
 @pytest.mark.proves("training runs", "under torchrun")
