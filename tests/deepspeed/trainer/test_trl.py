@@ -178,11 +178,19 @@ def test_other_trainers_are_refused_by_their_names(tmp_path):
             assert said.startswith(f"refused (trainer): {name} is not served") and "SFTTrainer" in said
 
 
-def test_trl(tmp_path):
-    calls = [(kind, {**options, "folder": str(tmp_path)}) for kind, options in CASES.values()]
+FEW = ("SFT, packed", "SFT, padding-free, LoRA", "DPO, rows padded", "KTO")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [FEW, pytest.param([name for name in CASES if name not in FEW], marks=pytest.mark.slow)],
+    ids=["few", "others"],
+)
+def test_trl(names, tmp_path):
+    calls = [(kind, {**options, "folder": str(tmp_path)}) for kind, options in map(CASES.get, names)]
     (want,) = processes(1, alone, calls)
     for found in processes(2, shared, 2, calls):
-        for name, (ours, parameters), (theirs, true) in zip(CASES, found, want, strict=True):
+        for name, (ours, parameters), (theirs, true) in zip(names, found, want, strict=True):
             for key, values in theirs.items():
                 assert values and ours[key] == pytest.approx(values, rel=1e-4, abs=1e-6), (name, key)
             assert worst(parameters, true) < 1e-6, name
