@@ -217,8 +217,7 @@ def test_accelerate_launch_starts_the_launcher(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        [],
-        *(pytest.param(words, marks=pytest.mark.slow) for words in (["--help"], ["missing.py"])),
+        *(pytest.param(words, marks=pytest.mark.slow) for words in ([], ["--help"], ["missing.py"])),
         ["-m", "missing.module"],
     ],
 )
