@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from cells import crossed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
@@ -242,18 +243,26 @@ def test_played_at_once_is_every_rank_played(draw, route, direct, chunks, regula
             assert played.sent[link] == pytest.approx(size, rel=1e-5, abs=64)
 
 
-@pytest.mark.parametrize("size", [64, pytest.param(256, marks=pytest.mark.slow)])
+OVER_MANY = {
+    "causal": Mask.causal(),
+    "window": Mask.window(300, 0),
+    "documents": Mask.causal() & Mask.documents([*range(0, 256 * 128, 1000), 256 * 128]),
+}
+
+
 @pytest.mark.parametrize(
-    "mask",
-    [
-        Mask.causal(),
-        Mask.window(300, 0),
-        Mask.causal() & Mask.documents([*range(0, 256 * 128, 1000), 256 * 128]),
-    ],
-    ids=["causal", "window", "documents"],
+    ("route", "mask", "size"),
+    crossed(
+        ("double", "flat", "head x ring"),
+        OVER_MANY,
+        (64, 256),
+        quick=lambda *cell: (
+            cell in {("double", "window", 64), ("flat", "causal", 64), ("head x ring", "documents", 64)}
+        ),
+    ),
 )
-@pytest.mark.parametrize("route", ["double", "flat", "head x ring"])
-def test_large_rings_played_at_once_are_every_rank_played(size, mask, route):
+def test_large_rings_played_at_once_are_every_rank_played(route, mask, size):
+    mask = OVER_MANY[mask]
     route = {"double": Route(size // 8, 8), "flat": Route(1, size), "head x ring": Route(size // 8, 2, 4)}[
         route
     ]
@@ -455,13 +464,19 @@ CLUSTERS = [
     (2, 8, 200, 25),
     (4, 8, 200, 25),
     (2, 4, 0.02, 0.001),
-    *(pytest.param(*more, marks=pytest.mark.slow) for more in ((8, 8, 450, 50), (16, 8, 25, 3))),
+    *((8, 8, 450, 50), (16, 8, 25, 3)),
 ]
+QUICK = dict(zip(CLUSTERS, (8, 32, 8, 32), strict=False))
+"""Query heads on each; those on the others are slow."""
 
 
-@pytest.mark.parametrize(("nodes", "intra", "within", "between"), CLUSTERS)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8)])
-def test_a_causal_mask_never_gets_one_flat_ring_across_nodes(nodes, intra, within, between, heads, kv_heads):
+@pytest.mark.parametrize(
+    ("cluster", "heads"),
+    crossed(CLUSTERS, (8, 32), quick=lambda cluster, heads: heads == QUICK.get(cluster)),
+    ids=str,
+)
+def test_a_causal_mask_never_gets_one_flat_ring_across_nodes(cluster, heads):
+    (nodes, intra, within, between), kv_heads = cluster, 8
     rates = Rates(intra=within * 1e9, inter=between * 1e9, compute=4e14)
     for tokens in (128, 32768):
         shard, ranks = _shard(heads, kv_heads, tokens=tokens), Ranks(nodes * intra, intra)

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 import torch._functorch.aot_autograd  # both here once, for all that is forked
 import torch.distributed as dist
+from cells import crossed
 from dense import dense, error, problem
 from ranks import processes
 from torch._dynamo.backends.common import aot_autograd
@@ -135,9 +136,16 @@ def test_operators_are_there_for_whoever_watches_and_cost_others_nothing():
     assert all(map(torch.equal, numbers, same))
 
 
-@pytest.mark.parametrize("options", [(None, None, False), (0.3, 2.0, True)], ids=["plain", "all"])
-@pytest.mark.parametrize("sunk", [False, True])
-def test_opcheck_is_clean(options, sunk):
+@pytest.mark.parametrize(
+    ("sunk", "options"),
+    crossed(
+        (False, True),
+        ((None, None, False), (0.3, 2.0, True)),
+        quick=lambda sunk, options: sunk != options[2],
+    ),
+    ids=str,
+)
+def test_opcheck_is_clean(sunk, options):
     assert all(processes(1, _checked, options, sunk))
 
 

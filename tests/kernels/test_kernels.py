@@ -99,7 +99,7 @@ def _lost(names):
     return lost
 
 
-@pytest.mark.parametrize("vectors", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("vectors", ["default", "avx2", pytest.param("avx512", marks=pytest.mark.slow)])
 def test_no_kernel_loses_nan_in_a_tile_of_few_keys(vectors):
     """torch's own gives zeros where its vectors are wider than the tile."""
     program = f"import test_kernels; print(test_kernels._lost({ON_CPU}))"

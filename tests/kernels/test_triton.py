@@ -11,6 +11,7 @@ from itertools import product
 import limits
 import pytest
 import torch
+from cells import crossed
 from dense import dense, error, pattern_of, problem, share_score, single_kernel
 from masks import random_layout, random_mask
 from test_simulation import simulate
@@ -73,8 +74,10 @@ def _tile(seed):
             return found[0]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    ("seed", "deterministic"),
+    crossed(range(12), (False, True), quick=lambda seed, deterministic: deterministic == bool(seed // 2 % 2)),
+)
 def test_any_pattern_and_option(seed, deterministic):
     pattern = _tile(seed).pattern
     rows, columns = pattern.shape
@@ -218,22 +221,28 @@ def on_threads(monkeypatch):
     monkeypatch.setitem(KERNELS, "triton", replace(kernel, backward=alone(KERNEL.backward)))
 
 
+ON_RINGS = [
+    (Mask.causal(), "zigzag", Route(1, 3)),
+    (Mask.causal() & Mask.documents([0, 7, 30, 48]), "contiguous", Route(2, 2)),
+    (Mask.window(9, 3), "striped", Route(1, 2, direct=True)),
+    (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(1, 2, heads=2)),
+    (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(2, 1, overlap=False)),
+    (Mask.causal() & Mask.documents([0, 7, 30, 48]), "striped", Route(1, 3)),
+]
+
+
 @pytest.mark.usefixtures("on_threads")
-@pytest.mark.parametrize("direction", ["query", "kv"])
 @pytest.mark.parametrize(
-    ("mask", "layout", "route"),
-    [
-        (Mask.causal(), "zigzag", Route(1, 3)),
-        (Mask.causal() & Mask.documents([0, 7, 30, 48]), "contiguous", Route(2, 2)),
-        (Mask.window(9, 3), "striped", Route(1, 2, direct=True)),
-        (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(1, 2, heads=2)),
-        (Mask.causal() & Mask.dilated(20, 3), "zigzag", Route(2, 1, overlap=False)),
-        (Mask.causal() & Mask.documents([0, 7, 30, 48]), "striped", Route(1, 3)),
-    ],
-    ids=str,
+    ("at", "direction", "deterministic"),
+    crossed(
+        range(len(ON_RINGS)),
+        ("query", "kv"),
+        (False, True),
+        quick=lambda at, direction, deterministic: not deterministic and (direction == "kv") == at % 2,
+    ),
 )
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, deterministic):
+def test_on_a_ring_it_equals_dense_attention(at, direction, deterministic):
+    mask, layout, route = ON_RINGS[at]
     p = problem(3, 48, heads=2 * route.heads, kv_heads=route.heads, dtype=torch.float32)
     options = {"deterministic": deterministic}
     got, *_ = simulate(p, mask, layout, route, direction, "triton", dtype=torch.float32, **options)
@@ -242,8 +251,15 @@ def test_on_a_ring_it_equals_dense_attention(mask, layout, route, direction, det
 
 
 @pytest.mark.usefixtures("on_threads")
-@pytest.mark.parametrize("direction", ["query", "kv"])
-@pytest.mark.parametrize("route", [Route(1, 3), Route(2, 2), Route(1, 3, direct=True)], ids=str)
+@pytest.mark.parametrize(
+    ("route", "direction"),
+    crossed(
+        (Route(1, 3), Route(2, 2), Route(1, 3, direct=True)),
+        ("query", "kv"),
+        quick=lambda route, direction: (route.nodes == 1) == (direction == "query"),
+    ),
+    ids=str,
+)
 def test_shares_that_take_a_pass_of_their_own(route, direction, monkeypatch):
     """In two launches ours adds to what stays and to what travels, where rows lie together; others to none.
 
@@ -270,8 +286,14 @@ def test_shares_that_take_a_pass_of_their_own(route, direction, monkeypatch):
 
 
 @pytest.mark.usefixtures("on_threads")
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("direction", ["query", "kv"])
+@pytest.mark.parametrize(
+    ("direction", "deterministic"),
+    crossed(
+        ("query", "kv"),
+        (False, True),
+        quick=lambda direction, deterministic: deterministic == (direction == "query"),
+    ),
+)
 def test_it_adds_to_travelling_sums_in_their_dtype(direction, deterministic, monkeypatch):
     """Sums in float64 hold what float32 cannot: each adds up shares that differ in size."""
     sums, accumulate = [], backward_module._Backward.accumulate

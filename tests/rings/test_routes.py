@@ -164,7 +164,8 @@ def _bytes(rank, size, intra):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "intra"), [(2, 2), (3, 1), pytest.param(1, 4, marks=pytest.mark.slow), (2, 3)]
+    ("nodes", "intra"),
+    [(2, 2), (3, 1), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, 4), (2, 3)))],
 )
 def test_bytes_on_each_link_are_the_formulas_on_every_rank(nodes, intra):
     for rows in processes(nodes * intra, _bytes, intra):
