@@ -94,10 +94,11 @@ class _Scan(torch.autograd.Function):
             )
             for each, gradient in zip(continuing, gradients, strict=False)
         }
-        played = _play_scan(ctx.shards, ctx.states, held, backward=True)
-        behind = {e: played[Span(e.chain, 0, e.last - e.place)].state for e in own if not e.fragment.ends}
-        start_of = dict(zip(continuing, starts, strict=True))
-        of_decays = [algebra.gradient(behind[e], start_of[e], decay) for e, decay in decay_of.items()]
+        with torch.autocast(ctx.states.device.type, enabled=False):  # forward runs without, in `recurrence`
+            played = _play_scan(ctx.shards, ctx.states, held, backward=True)
+            behind = {e: played[Span(e.chain, 0, e.last - e.place)].state for e in own if not e.fragment.ends}
+            start_of = dict(zip(continuing, starts, strict=True))
+            of_decays = [algebra.gradient(behind[e], start_of[e], decay) for e, decay in decay_of.items()]
         of_maps = (None, None, None, *of_decays, *behind.values())
         return *of_maps, *[None] * (len(ctx.needs_input_grad) - len(of_maps))
 
@@ -119,7 +120,7 @@ def _play_scan(shards: Shards, states: States, held: dict[Span, Map], *, backwar
         decay, state = held[span]
         return tuple(x.contiguous() for x in ((state,) if span.is_state else (state, decay)) if x is not None)
 
-    with shards.exchanging(signature) as transport, torch.autocast(states.device.type, enabled=False):
+    with shards.exchanging(signature) as transport:
         for action in _posted(program, transport, bundle):
             assert isinstance(action, Compose)
             held[action.span] = states.algebra.composed(held[action.later], held[action.earlier])

@@ -261,9 +261,7 @@ def mamba1(
         none = u.new_zeros(state_shape(x))
         parts = [(u, _steps(dt, bias, delta_softplus), B, C), (none, none, eye, eye)]
         if state is not None:
-            later = torch.arange(
-                columns - 1, -1, -1, device=A.device
-            )  # columns decay while these are written
+            later = torch.arange(columns - 1, -1, -1, device=A.device)  # short steps that a column decays by
             parts.insert(0, (state / _SHORT * (-A * _SHORT * later).exp(), none + _SHORT, eye, eye))
         u, dt, B, C = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         out = scan(u, dt, A, B, C, **options)[..., -x[0].shape[-1] - columns :]

@@ -13,12 +13,14 @@ from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rul
 from plain import delta_rule as plain_delta_rule
 from plain import gated_linear_attention, selective_scan
 from players import alone, error, played, sharded
-from ranks import processes
+from ranks import processes, threads
 from torch.nn.functional import conv1d, normalize, pad, softplus
 
 from burst_mcore import Layout, Topology, shard
 from burst_mcore.recurrent import Shards, convolution, recurrence
+from burst_mcore.recurrent.exchange import States, starts_of
 from burst_mcore.recurrent.kernels import delta_rule, elementwise, gated, linear_attention, mamba1, mamba2
+from burst_mcore.recurrent.maps import ELEMENTWISE, MATRIX
 
 N, H, K, V = 48, 2, 3, 5
 
@@ -152,6 +154,32 @@ def test_states_and_decays_of_bfloat16_are_in_float32_also_under_autocast(name):
 
     sharded(here, x, gradient, played("contiguous", N, 4), rule.dim)
     assert len(errors) == 8 and max(errors) < 1e-6  # 3 finals, 2 decays, 3 runs from a state
+
+
+@pytest.mark.parametrize("algebra", [MATRIX, ELEMENTWISE])
+def test_gradients_of_maps_are_in_float32_where_backward_runs_under_autocast(algebra):
+    """That of A is a product of matrices for delta rules, which autocast would round to bfloat16."""
+    matrix, state = (1, H, K, K), (1, H, K, V)
+    states = States("a rule", algebra, state, matrix if algebra is MATRIX else state, torch.float32,
+                    torch.device("cpu"), gradients=True)  # fmt: skip
+
+    def gradients(under):
+        everyone = played("contiguous", N, 4)
+
+        def rank(r):
+            draw = partial(torch.randn, generator=torch.Generator().manual_seed(r))
+            shapes = [states.decay_shape] * (0 < r < 3) + [state] * (r < 3)
+            maps = [draw(shape).requires_grad_() for shape in shapes]
+            root = torch.zeros(1, requires_grad=True)  # of the last rank, which makes no map
+            starts, anchor = starts_of(everyone[r], states, maps[:-1], maps[-1:], root)
+            with torch.autocast("cpu", torch.bfloat16, enabled=under):
+                total = sum((each * draw(state)).sum() for each in starts) + anchor.sum()
+                return torch.autograd.grad(total, [*maps, root], materialize_grads=True)[: len(maps)]
+
+        return [each for of_rank in threads(4, rank) for each in of_rank]
+
+    found, want = gradients(under=True), gradients(under=False)
+    assert len(found) == 5 and all(map(torch.equal, found, want))
 
 
 @pytest.mark.parametrize("name", RULES)
