@@ -118,7 +118,8 @@ class PredictedStep:
     def memory(self) -> dict[str, float]:
         """Bytes of a rank, by kind."""
         runs = self.attention
-        sizes = stack(self.model, self.way, self.seq, runs.direction, runs.nodes, runs.head_parallel)
+        how = runs.direction, runs.nodes, runs.head_parallel, runs.layout
+        sizes = stack(self.model, self.way, self.seq, *how)
         return sizes | ({"rows of a mesh": float(runs.resident)} if runs.resident else {})
 
     @cached_property

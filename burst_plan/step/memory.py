@@ -39,8 +39,9 @@ def shard_of(model: Model, way: Way, seq: int) -> Shard:
 
 
 def stack(
-    model: Model, way: Way, seq: int, direction: str = "query", nodes: int = 1, heads: int = 1
-) -> dict[str, float]:
+    model: Model, way: Way, seq: int, direction: str = "query", nodes: int = 1, heads: int = 1,
+    layout: str = "zigzag",
+) -> dict[str, float]:  # fmt: skip
     """Return bytes of a rank by kind at the worst moment.
 
     Args:
@@ -48,40 +49,32 @@ def stack(
         nodes: nodes of the ring; two rings are under way at once if there are several.
         heads: ranks that share heads.
     """
-    every = _moments(model, way, seq, direction, nodes, ON_GPU, heads)
+    every = moments(model, way, seq, direction, nodes, heads, layout)
     return _merged(max((stacks for _, stacks in every), key=lambda stacks: sum(map(total, stacks))))
 
 
 def moments(
-    model: Model, way: Way, seq: int, direction: str, nodes: int = 1, chunks: LossChunks = ON_GPU
-) -> dict[str, dict[str, float]]:
-    """Return bytes of a rank by kind, after forward and at the worst moment of each backward.
+    model: Model, way: Way, seq: int, direction: str, nodes: int = 1, heads: int = 1, layout: str = "zigzag",
+    chunks: LossChunks = ON_GPU,
+) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:  # fmt: skip
+    """Yield each moment, forward first, then the worst of each backward, and its bytes: stacks that add up.
 
     Backward goes from the last part to the first. What a part keeps is gone when the part before begins. The
     ring's buffers stay: in a pool on a CPU, and on a GPU in the caching allocator, which seldom gives large
     blocks to tensors of other sizes. The latter is an assumption, made beside the paper's figures.
     """
-    return {name: _merged(stacks) for name, stacks in _moments(model, way, seq, direction, nodes, chunks)}
-
-
-def _moments(
-    model: Model, way: Way, seq: int, direction: str, nodes: int, chunks: LossChunks, heads: int = 1
-) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:
-    """Yield each moment and its bytes, as stacks that add up."""
     shard = shard_of(model, way, seq)
-    kinds, last = layers(model, way, shard), ends(model, way, shard, chunks)
-    alone = heads == way.cp > 1
-    buffers = (
-        {"exchanged heads": exchanged_bytes(shard, way)}
-        if alone
-        else {"ring buffers": ring_bytes(shard, way, direction, nodes)}
-    )
+    kinds, last = layers(model, way, shard, layout), ends(model, way, shard, chunks)
+    buffers = {"ring buffers": ring_bytes(shard, way, direction, nodes) * (model.attending > 0)}
+    if alone := heads == way.cp > 1:  # gradients of Q, K and V before and after an exchange of heads
+        buffers = {"exchanged heads": 2.0 * (shard.q_bytes + shard.kv_bytes) * on_gpu(shard, way)}
     held = {**states(model, way), **_inputs(model, way, shard), **buffers}
     waiting = 0.0 if way.recomputes else in_flight(model, way)
     others = [_times(waiting * share, kept(parts)) for share, parts in kinds]
     yield "forward", (held, *others, kept(last))
     for place, part in enumerate(last):
-        work = {f"backward of {part.name}": part.backward, "gathered weights": _gathered_head(model, way)}
+        whole = 4.0 * model.head / way.tp * (way.zero >= 3)  # the head and its gradient, for the loss
+        work = {f"backward of {part.name}": part.backward, "gathered weights": whole}
         yield f"backward of {part.name}", (held, *others, kept(last[: place + 1]), work)
     others = [_times(max(0.0, waiting - 1) * share, kept(parts)) for share, parts in kinds]
     work = _work(model, way, shard)
@@ -184,11 +177,6 @@ def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
     return float(hops * ((2 if nodes > 1 else 1) * data + gradient) + stays)
 
 
-def exchanged_bytes(shard: Shard, way: Way) -> float:
-    """Return bytes of the gradients of Q, K and V before and after an exchange of heads, where no ring is."""
-    return 2.0 * (shard.q_bytes + shard.kv_bytes) * on_gpu(shard, way)
-
-
 def _gathered(model: Model, way: Way) -> float:
     """Return bytes that ZeRO-3 has whole at once: weights of this layer and the next, and one gradient.
 
@@ -198,11 +186,6 @@ def _gathered(model: Model, way: Way) -> float:
         return 0.0
     layer = (model.parameters - model.head * (1 if model.tied else 2)) / model.layers / way.tp
     return 3 * 2 * layer + 4 * model.head / way.tp
-
-
-def _gathered_head(model: Model, way: Way) -> float:
-    """Return bytes of the head and of its gradient, which ZeRO-3 has whole for the loss."""
-    return 4.0 * model.head / way.tp if way.zero >= 3 else 0.0
 
 
 def _tied(model: Model, way: Way) -> float:

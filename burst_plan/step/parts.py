@@ -128,13 +128,15 @@ class LossChunks:
     """Rows of the head whose gradient is made in 16 bits before it is added up, at most."""
 
 
-def layers(model: Model, way: Way, shard: Shard) -> list[tuple[float, list[LayerPart]]]:
+def layers(
+    model: Model, way: Way, shard: Shard, layout: str = "zigzag"
+) -> list[tuple[float, list[LayerPart]]]:
     """Return the kinds of layers: which share of all is of a kind, and its parts."""
     dense = model.layers - model.sparse_layers - model.without_mlp
     mlps = [(dense, [_mlp(model, way, shard.tokens * model.ffn / way.tp)]),
             (model.sparse_layers, _experts(model, way, shard))]  # fmt: skip
     beside = max(0, model.attending + model.mixer.layers - model.layers)
-    attention, recurrence = _attending(model, way, shard), _recurrence(model, way, shard)
+    attention, recurrence = _attending(model, way, shard), _recurrence(model, way, shard, layout)
     mixing = [(model.attending - beside, attention), (model.mixer.layers - beside, recurrence),
               (beside, attention + recurrence)]  # fmt: skip
     norm = _norm("norms", model, way, shard)
@@ -159,18 +161,13 @@ def _attending(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
     return [*_more_norms(model, way, shard), attention]
 
 
-def _recurrence(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
+def _recurrence(model: Model, way: Way, shard: Shard, layout: str) -> list[LayerPart]:
     """Return a recurrence or a convolution: further runs of its kernel over ranks, and states beside them."""
     if not (mixer := model.mixer).layers:
         return []
-    own = work(mixer, "zigzag", shard.tokens * way.cp, way.cp)
-    return [
-        LayerPart(
-            mixer.kind,
-            2.0 * shard.tokens * own.numbers + own.states,
-            2.0 * shard.tokens * (own.numbers - mixer.kept + mixer.channels),
-        )
-    ]
+    own = work(mixer, layout, shard.tokens * way.cp, way.cp)
+    kept = 2.0 * shard.tokens * own.numbers + own.states
+    return [LayerPart(mixer.kind, kept, 2.0 * shard.tokens * (own.numbers - mixer.kept + mixer.channels))]
 
 
 def on_gpu(shard: Shard, way: Way) -> float:

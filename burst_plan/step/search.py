@@ -204,8 +204,8 @@ def kind(why: str) -> str:
 def least(model: Model, way: Way, seq: int, nodes: int = 1) -> dict[str, float]:
     """Return the stack of the attention schedule that takes least memory: a ring, or heads that all share."""
     shared = {1, way.cp} if shard_of(model, way, seq).kv_heads % way.cp == 0 else {1}
-    runs = itertools.product(("query", "kv"), shared)
-    return min((stack(model, way, seq, direction, nodes, heads) for direction, heads in runs), key=total)
+    runs = itertools.product(("query", "kv"), (nodes,), shared, ("contiguous",))  # has fewest fragments
+    return min((stack(model, way, seq, *run) for run in runs), key=total)
 
 
 def too_large(memory: dict[str, float], place: Cluster) -> str | None:

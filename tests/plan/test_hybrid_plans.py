@@ -229,6 +229,16 @@ def test_attention_counts_in_the_layers_that_have_it():
     assert held == pytest.approx(12 * shard_of(QWEN, WAY, 2**18).result_bytes)
 
 
+def test_memory_has_the_fragments_of_the_layout_that_runs():
+    """Of a rank in the middle: two fragments on zigzag, one on contiguous, each with two states and A."""
+    predicted = step(NEMOTRON, replace(WAY, recompute="none"), 2**18, PLACE)
+    zigzag, contiguous = (
+        replace(predicted, attention=replace(predicted.attention, layout=layout)).memory["Mamba 2"]
+        for layout in UNSCATTERED
+    )
+    assert zigzag - contiguous == 24 * 4 * (2 * 128 * 64 * 128 + 128)
+
+
 def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
     answer = search(NEMOTRON, 2**17, 1, PLACE, mask="causal & window:4096")
     assert {one.attention.layout for one in answer.ranked} <= {"zigzag", "contiguous"}

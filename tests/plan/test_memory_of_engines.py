@@ -38,11 +38,14 @@ class Setting:
     @property
     def predicted(self):
         """Bytes of a rank before a step, and at the peak of its backward."""
-        found = moments(self.sizes, self.way, TOKENS, "query", chunks=ON_CPU)
+        found = {
+            name: sum(map(total, stacks))
+            for name, stacks in moments(self.sizes, self.way, TOKENS, "query", chunks=ON_CPU)
+        }
         between = states(self.sizes, self.way)
         if self.zero < 3:  # DeepSpeed lets gradients go after a step, but those of ZeRO-3
             between["gradients"] = 0
-        return total(between), max(map(total, found.values()))
+        return total(between), max(found.values())
 
     @property
     def gradients(self):

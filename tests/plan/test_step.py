@@ -313,8 +313,10 @@ def _bytes_of_transformers(transformers, config, recompute, fused_loss):
               offload_optimizer=True)  # fmt: skip
     sizes = from_config(config.to_dict(), "model")
     assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
-    found = moments(sizes, way, 1536, "query", chunks=ON_CPU)
-    return (total(found["forward"]), max(map(total, found.values()))), (forward, live.peak)
+    found = {
+        name: sum(map(total, stacks)) for name, stacks in moments(sizes, way, 1536, "query", chunks=ON_CPU)
+    }
+    return (found["forward"], max(found.values())), (forward, live.peak)
 
 
 def test_live_bytes_are_those_of_storages_that_are_alive():
