@@ -383,8 +383,7 @@ def patch(
         Path | None, typer.Option(metavar="DIR", help="Remove all lines that a patch added.")
     ] = None,
     show: Annotated[
-        Path | None,
-        typer.Option("--print", metavar="DIR", help="Print a patch (git apply --unidiff-zero)."),
+        Path | None, typer.Option("--print", metavar="DIR", help="Print a patch (git apply --unidiff-zero).")
     ] = None,
     options: Annotated[
         bool, typer.Option(help="Add all other flags, too: layouts, recompute policies, the fused loss.")

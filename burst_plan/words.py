@@ -22,8 +22,6 @@ MOST_TOKENS = 2**40
 """The longest length."""
 MOST_BLOCKS = 2048
 """Blocks a side, at most, of a random block matrix: it is made and hashed as a whole."""
-
-
 GPU = {"memory": "memory", "tflops": "tflops", "gb": "memory_rate", "link": "link", "nic": "nic"}
 """Numbers that describe a GPU, and their fields of `Machine`."""
 DESCRIBED = "memory=24GB,tflops=165,gb=1008,link=32,nic=12.5"

@@ -175,8 +175,7 @@ def _sizes(model: str) -> tuple[Model, str | None]:
         return model_of(model)[0], None
     except ValueError as error:
         text: Any = config.get_text_config()
-        if (heads := getattr(text, "num_attention_heads", 0)) == 0:
-            raise ValueError(f"{model} has no attention, and the doctor describes attention alone") from None
+        heads = getattr(text, "num_attention_heads", 1)
         dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Model(
             layers=text.num_hidden_layers, hidden=text.hidden_size, heads=heads, head_dim=dim, value_dim=dim,

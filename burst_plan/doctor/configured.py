@@ -68,7 +68,7 @@ def _kept(asked: Checkpointing, model: Model, seq: int, cp: int) -> float:
         return asked.keep
     assert asked.memory_gb is not None
     layer = shard_of(model, Way(framework="deepspeed", cp=cp), seq).result_bytes
-    return min(1.0, asked.memory_gb * 1e9 / (model.attending * layer))
+    return min(1.0, asked.memory_gb * 1e9 / (max(1, model.attending) * layer))
 
 
 def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way, BurstConfig]:

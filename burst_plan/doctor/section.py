@@ -17,11 +17,7 @@ from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
 from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.shard import Shard
-from burst_mcore.deepspeed.config.refusals import (
-    refuse_batch,
-    refuse_config,
-    sequence_parallel_size,
-)
+from burst_mcore.deepspeed.config.refusals import refuse_batch, refuse_config, sequence_parallel_size
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.layout import Layout
@@ -91,7 +87,9 @@ def examine(
         refuse("layout", str(error))
     problem = Problem(kind, dtype, model.heads, model.kv_heads, model.head_dim, model.value_dim)
     problem = replace(problem, deterministic=section.deterministic)
-    if machine is None:
+    if not model.attending:
+        yield "kernel of attention: none, no layer has attention"
+    elif machine is None:
         yield f"kernel on this {kind}, {of_device}: {choose(section.kernel, problem).name}"
     elif section.kernel == "auto":
         order = ", ".join(preferred(machine.capability, dtype))
@@ -103,7 +101,7 @@ def examine(
         batch=micro, tokens=padded // size, heads=model.heads, kv_heads=model.kv_heads, dtype=dtype,
         head_dim=model.head_dim, value_dim=model.value_dim, grad_dtype=section.burst_config().grad_dtype,
     )  # fmt: skip
-    if size > 1:
+    if size > 1 and model.attending:
         question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
         ways = tried(section.burst_config(), question)
         chosen = best(ways)
@@ -137,7 +135,7 @@ def recomputed(
 
     One micro-batch is in flight.
     """
-    if asked.policy in ("none", "full"):
+    if asked.policy in ("none", "full") or not layers:
         return asked.policy
     whole = shard.result_bytes
     keep, at_most = (asked.keep if asked.policy == "segment" else 1.0), False

@@ -41,11 +41,6 @@ class Insertion:
     """Of that statement, in the versions that are known."""
     lines: tuple[str, ...]
 
-    @property
-    def place(self) -> str:
-        """The place in words, as behind the second @@."""
-        return f"{self.scope}, before {self.start}"
-
     def line(self, source: Sequence[str]) -> int:
         """Return the index of the line that the block goes before, whether or not the block is there already.
 
@@ -54,7 +49,8 @@ class Insertion:
         """
         text = "\n".join(source)
         try:
-            statements = [s for s in _statements(ast.parse(text), self.scope) if self._begins(source, s)]
+            within = _statements(ast.parse(text), self.scope)
+            statements = [s for s in within if source[s.lineno - 1].lstrip().startswith(self.start)]
         except SyntaxError as error:
             raise UnknownSourceError(f"{self.file} is no Python source: {error}") from error
         if len(statements) != 1:
@@ -62,7 +58,7 @@ class Insertion:
                 f"{self.file}: expected one statement {self.start!r} in {self.scope}, got {len(statements)}"
             )
         (statement,) = statements
-        indent = len(self.lines[0]) - len(self.lines[0].lstrip())
+        indent = _indent(self.lines[0])
         if statement.col_offset != indent or _digest(source, statement) not in self.digests:
             raise UnknownSourceError(
                 f"{self.file}: {self.scope}, the statement {self.start!r} is not as in any version that is "
@@ -77,9 +73,6 @@ class Insertion:
         """Return whether the block stands in its place. Raises UnknownSourceError as `line`."""
         end = self.line(source)
         return tuple(source[max(0, end - len(self.lines)) : end]) == self.lines
-
-    def _begins(self, source: Sequence[str], statement: ast.stmt) -> bool:
-        return source[statement.lineno - 1].lstrip().startswith(self.start)
 
 
 def parse(patch: str) -> list[Insertion]:
@@ -106,23 +99,13 @@ def parse(patch: str) -> list[Insertion]:
     return insertions
 
 
-def added(insertions: Sequence[Insertion], source: Sequence[str]) -> list[str]:
-    """`source` with those blocks that are not in it yet; all insertions must be of this file."""
+def edited(insertions: Sequence[Insertion], source: Sequence[str], *, adds: bool) -> list[str]:
+    """`source` with all of these blocks in it, or with none of them; all insertions must be of this file."""
     result = list(source)
     for insertion in insertions:
-        if not insertion.is_in(result):
-            index = insertion.line(result)
-            result[index:index] = insertion.lines
-    return result
-
-
-def removed(insertions: Sequence[Insertion], source: Sequence[str]) -> list[str]:
-    """`source` without those blocks that are in it; all insertions must be of this file."""
-    result = list(source)
-    for insertion in insertions:
-        if insertion.is_in(result):
-            index = insertion.line(result)
-            del result[index - len(insertion.lines) : index]
+        if insertion.is_in(result) != adds:
+            end = insertion.line(result)
+            result[end - (0 if adds else len(insertion.lines)) : end] = insertion.lines if adds else ()
     return result
 
 
@@ -133,7 +116,8 @@ def hunks(insertions: Sequence[Insertion], source: Sequence[str]) -> Iterator[st
     for index, insertion in places:
         count = len(insertion.lines)
         digests = ", ".join(insertion.digests)
-        yield f"@@ -{index},0 +{index + before + 1},{count} @@ {insertion.place} [{digests}]"
+        place = f"{insertion.scope}, before {insertion.start} [{digests}]"
+        yield f"@@ -{index},0 +{index + before + 1},{count} @@ {place}"
         yield from (f"+{line}" for line in insertion.lines)
         before += count
 

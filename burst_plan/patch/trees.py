@@ -69,13 +69,13 @@ class SourceTree:
 
     def apply(self, name: str) -> str:
         """Add a patch, and say so; a second time changes nothing. Raises UnknownTreeError as `check`."""
-        lines = self._rewrite(self._files(name), insertions.added)
+        lines = self._rewrite(self._files(name), adds=True)
         return self._told(f"{name}.patch {f'is applied, {lines} lines' if lines else 'is there already'}")
 
     def revert(self, _: str = OPTIONS) -> str:
         """Remove all lines of all patches, and say so. Raises UnknownTreeError as `check`."""
         files = self._files(OPTIONS, lambda text: bool(OURS.search(text)))
-        lines = self._rewrite(files, insertions.removed)
+        lines = self._rewrite(files, adds=False)
         return self._told(f"{lines} lines taken out" if lines else "it has no line of ours")
 
     def _told(self, words: str) -> str:
@@ -89,16 +89,14 @@ class SourceTree:
         """
         lines = patch_text(name).split("\ndiff ")[0].split("\n")
         for file in self._files(name):
-            if file.lines != insertions.removed(file.insertions, file.lines):
+            if file.lines != insertions.edited(file.insertions, file.lines, adds=False):
                 raise UnknownTreeError(f"{self.root} is patched: print the patch for a tree that is not")
             lines += [f"diff --git a/{file.name} b/{file.name}", f"--- a/{file.name}", f"+++ b/{file.name}"]
             lines += insertions.hunks(file.insertions, file.lines)
         return "\n".join([*lines, ""])
 
-    def _rewrite(
-        self, files: Sequence[_File], change: Callable[[Sequence[Insertion], Sequence[str]], list[str]]
-    ) -> int:
-        changed = [(file, change(file.insertions, file.lines)) for file in files]
+    def _rewrite(self, files: Sequence[_File], *, adds: bool) -> int:
+        changed = [(file, insertions.edited(file.insertions, file.lines, adds=adds)) for file in files]
         for file, lines in changed:
             if lines != file.lines:
                 _write(self.root / file.name, file.end.join(lines))
@@ -123,7 +121,7 @@ class SourceTree:
             end = "\r\n" if "\r\n" in text else "\n"
             file = _File(path, tuple(of_file), text.split(end), end)
             try:
-                rest = insertions.removed(of_file, file.lines)
+                rest = insertions.edited(of_file, file.lines, adds=False)
             except UnknownSourceError as error:
                 raise UnknownTreeError(f"{self.root} ({self.version}) is not known: {error}") from error
             if foreign := next(filter(OURS.search, rest), None):

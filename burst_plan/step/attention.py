@@ -18,7 +18,7 @@ from burst_plan.words import mask_of
 
 OPEN = BurstConfig(head_parallel="auto")
 """Settings that leave all but the layout to the cost model."""
-LAYOUTS = ("zigzag", "contiguous", "striped")
+LAYOUTS: Sequence[str] = ("zigzag", "contiguous", "striped")
 """Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced."""
 UNSCATTERED = LAYOUTS[:2]
 """Those in which neighbouring tokens stay together, as recurrences and convolutions need."""
@@ -81,7 +81,10 @@ def attention(
     if config is not None:
         return _by(config, shard, seq, ranks, rates, mask)
     settings = (replace(OPEN, layout=layout) for layout in _layouts(mask, seq, ranks.size, layouts))
-    return min((_by(one, shard, seq, ranks, rates, mask) for one in settings), key=_seconds)
+    return min(
+        (_by(one, shard, seq, ranks, rates, mask) for one in settings),
+        key=lambda one: one.forward + one.backward,
+    )
 
 
 def _layouts(mask: str, seq: int, ranks: int, layouts: Sequence[str]) -> Sequence[str]:
@@ -91,10 +94,6 @@ def _layouts(mask: str, seq: int, ranks: int, layouts: Sequence[str]) -> Sequenc
     if ranks <= COMPARED:
         return layouts
     return ("contiguous",) if mask_of(mask, seq).has_window else layouts[:1]
-
-
-def _seconds(one: AttentionTime) -> float:
-    return one.forward + one.backward
 
 
 @lru_cache(maxsize=2048)

@@ -188,18 +188,13 @@ def short(number: float, digits: int = 3) -> str:
     return f"{number:.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:.0f}"
 
 
-def step(
-    model: Model,
-    way: Way,
-    seq: int,
-    place: Cluster,
-    mask: str = "causal",
-) -> PredictedStep:
+def step(model: Model, way: Way, seq: int, place: Cluster, mask: str = "causal") -> PredictedStep:
     """Return the prediction of a step whose attention runs the fastest schedule.
 
     Raises:
         ValueError: as `attention`.
     """
     ranks, layouts = way.ring(place.ranks), UNSCATTERED if model.mixer.layers else LAYOUTS
+    layouts = layouts if model.attending else UNSCATTERED[1:]  # has the shorter scan, and nothing to balance
     runs = attention(shard_of(model, way, seq), seq, ranks, place.rates, mask, layouts=layouts)
     return PredictedStep(model, way, seq, place, runs, mask)

@@ -70,12 +70,14 @@ def _cell(answer: Answer) -> dict[str, Any]:
     chosen = answer.chosen
     listed = [one for one in answer.ranked if one is not chosen][: SHOWN - 1]
     listed = [chosen, *listed] if chosen else []
+    stacks = {} if chosen else {str(way): least(answer.model, way, answer.seq) for way in answer.legal}
+    smallest = min(stacks, key=lambda way: total(stacks[way]), default=None)
     return {
         "ways": [_way(one) for one in listed],
         "slower": len(answer.ranked) - len(listed),
         "reason": answer.reason,
         "infeasible": dict(Counter(kind(why) for _, why in answer.infeasible).most_common()),
-        "least": None if chosen else _least(answer),
+        "least": None if smallest is None else {"words": smallest, "memory": stacks[smallest]},
     }
 
 
@@ -83,10 +85,3 @@ def _way(one: PredictedStep) -> dict[str, Any]:
     shown = ("words", "seconds", "tokens_per_second_gpu", "mfu", "errors", "memory", "compute", "exposed")
     data = one.as_json()
     return {name: data[name] for name in shown} | {"attention": str(one.attention)}
-
-
-def _least(answer: Answer) -> dict[str, Any]:
-    """Return the way that takes least memory where none fits."""
-    stacks = [(way, least(answer.model, way, answer.seq)) for way in answer.legal]
-    way, memory = min(stacks, key=lambda one: total(one[1]))
-    return {"words": str(way), "memory": memory}

@@ -147,7 +147,7 @@ def layers(
 
 
 def _norm(name: str, model: Model, way: Way, shard: Shard) -> LayerPart:
-    norm, hidden = MODULES[way.modules].norm, shard.tokens * model.hidden / way.tp
+    norm, hidden = MODULES[way.modules].norm, shard.tokens * model.hidden / way.tp * (1 + model.sandwich)
     return LayerPart(name, norm.kept * hidden, norm.backward * hidden)
 
 
@@ -226,7 +226,8 @@ def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> 
     if model.kv_rank:  # keys are copied with the part that all heads share
         viewed = 2.0 * rows * shard.kv_heads * (shard.head_dim - model.rope_dim) * modules.latent_views
     kept = rotated + viewed + values + rows * modules.angles * shard.head_dim
-    kept += 4.0 * rows * shard.heads * shard.value_dim * model.output_gate  # the gate, and what it multiplied
+    gated = model.gates + shard.value_dim * (model.gates > 0)  # gates, and what they multiplied
+    kept += 2.0 * rows * shard.heads * gated
     return LayerPart(
         "attention",
         kept + shard.result_bytes,
@@ -245,15 +246,10 @@ def ends(model: Model, way: Way, shard: Shard, chunks: LossChunks) -> list[Layer
     # Gradients wait for backward: of the hidden states in 16 bits, of the head in float32.
     waits = 2.0 * shard.tokens * model.hidden + 4.0 * head
     product = 2.0 * min(vocab, chunks.rows) * model.hidden
-    return [norm, LayerPart("logits", waits, _chunk(shard.tokens, vocab, model, chunks) + product)]
-
-
-def _chunk(tokens: int, vocab: float, model: Model, chunks: LossChunks) -> float:
-    """Return the bytes of the logits of a chunk, in the dtypes of logits and of their gradients."""
-    made = chunks.products
+    made, columns = chunks.products, max(int(vocab), model.hidden)  # a chunk has logits and their gradients
     size = made.logits.itemsize + (made.gradients.itemsize if made.gradients != made.logits else 0)
-    columns = max(int(vocab), model.hidden)
-    return float(automatic_chunk(tokens, columns, made, int(chunks.most)) * vocab * size)
+    chunk = automatic_chunk(shard.tokens, columns, made, int(chunks.most)) * vocab * size
+    return [norm, LayerPart("logits", waits, chunk + product)]
 
 
 def kept(parts: Sequence[LayerPart]) -> dict[str, float]:

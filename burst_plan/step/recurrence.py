@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from math import ceil, log2
 from typing import NamedTuple
 
 from burst_mcore.attention.autotune.ways import Ranks
@@ -30,14 +31,17 @@ class Work(NamedTuple):
     """Numbers in 16 bits that a token keeps for backward."""
     states: float
     """Bytes of states and of A that fragments keep."""
+    moved: float
+    """Numbers in 16 bits that scans by doubling move for a token."""
 
 
 @lru_cache(maxsize=1024)
 def work(mixer: Mixer, layout: str, seq: int, ranks: int) -> Work:
     """Return the work of a sequence of one document. Raises ValueError for a layout that scatters tokens."""
     dealt, own, again = Layout.of(layout), Counter[int](), Counter[int]()
-    padded = dealt.padded(seq, ranks)
+    padded, longest = dealt.padded(seq, ranks), 1
     for each in fragments(dealt, padded, ranks):
+        longest = max(longest, len(each.rows))
         own[each.rank] += 1
         again[each.rank] += len(each.rows) * (not each.begins and not each.ends)
     sizes = mixer.recurrence
@@ -45,7 +49,8 @@ def work(mixer: Mixer, layout: str, seq: int, ranks: int) -> Work:
     products = mixer.width * mixer.channels + sizes.kernel * (1 + share) + sizes.maps * share
     runs = 1 + share * (2 if sizes.maps else 1)  # once more for B, and for A where that is a matrix
     states = 4.0 * max(own.values()) * (2 * sizes.state + sizes.decay) * (ranks > 1)
-    return Work(products, mixer.kept + sizes.run * runs, states)
+    moved = sizes.doubled * ceil(log2(longest)) * runs
+    return Work(products, mixer.kept + sizes.run * runs, states, moved)
 
 
 @lru_cache(maxsize=1024)

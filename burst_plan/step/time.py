@@ -100,10 +100,13 @@ def times(
     }
     busy = sum(compute.values()) - compute["optimizer"]
     around = attends * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
-    gathers = _gathers(model, way, cluster, rates)
+    gathers = 0.0  # of ZeRO-3, in each pass and micro-batch
+    if way.zero >= 3 and way.sharded > 1:
+        gathers = 2 * way.micro * _sharded(2, model, way, cluster, rates)
     beside = _beside(model, way, gathers, busy)
+    cause = "ring" if attention.head_parallel < way.cp else "exchange of heads"
     exposed = {
-        _cause(way, attention): around,
+        cause if way.cp > 1 else "kernel launches": around,  # a ring of one position is none
         **{name: (2 + way.recomputes) * seconds for name, seconds in exchanged.items()},
         "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes, product / way.micro),
         "tokens to experts": _experts(model, way, calls, seq, cluster, rates, passes),
@@ -116,13 +119,6 @@ def times(
     return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
 
 
-def _cause(way: Way, attention: AttentionTime) -> str:
-    """Return what attention waits for where no kernel runs: a ring of one position is none."""
-    if way.cp == 1:
-        return "kernel launches"
-    return "ring" if attention.head_parallel < way.cp else "exchange of heads"
-
-
 def _mixed(
     mixer: Mixer, way: Way, seq: int, layout: str, cluster: Ranks, rates: Rates, rate: float
 ) -> tuple[float, dict[str, float]]:
@@ -131,7 +127,7 @@ def _mixed(
     Products take their time, or memory takes longer. A backward exchanges as much as a forward.
     """
     own, passes = work(mixer, layout, seq, way.cp), way.micro * mixer.layers
-    token = max(2 * own.products / rate, 2.0 * KEPT * own.numbers / rates.memory)
+    token = max(2 * own.products / rate, 2.0 * (KEPT * own.numbers + own.moved) / rates.memory)
     there = exchanges(mixer, layout, seq, way.ring(cluster), rates) if way.cp > 1 else {}
     return passes * seq / way.cp * token, {name: passes * seconds for name, (_, seconds) in there.items()}
 
@@ -141,7 +137,7 @@ def _elementwise(model: Model, layers: float) -> float:
     heads = (model.heads + model.kv_heads) * model.head_dim * model.attending / model.layers
     copies = model.sparse_layers / model.layers * model.active * model.hidden
     width = model.width * (1 - model.without_mlp / model.layers)
-    hidden = HIDDEN * model.hidden * model.blocks / (2 * model.layers)
+    hidden = (HIDDEN + 4 * model.sandwich) * model.hidden * model.blocks / (2 * model.layers)
     return layers * 2.0 * (hidden + HEADS * heads + WIDTH * width + COPIES * copies)
 
 
@@ -220,13 +216,6 @@ def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: R
     return seconds + _collective(bytes_each * experts, alike, min(alike, max(1, node // way.ep)), rates)
 
 
-def _gathers(model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
-    """Return the seconds of ZeRO-3's gathers: of each pass and micro-batch."""
-    if way.zero < 3 or way.sharded == 1:
-        return 0.0
-    return 2 * way.micro * _sharded(2, model, way, cluster, rates)
-
-
 def _beside(model: Model, way: Way, gathers: float, busy: float) -> float:
     """Return the seconds of gathers that compute hides: of those that are begun ahead of their layer.
 
@@ -245,22 +234,14 @@ def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float, 
     """
     if way.sharded == 1:
         return 0.0
-    size = (_reduced_bytes(way) + 2 * (0 < way.zero < 3)) * (1 if way.zero else 2)
+    # Float32 in Megatron; in DeepSpeed by `seq_parallel_communication_data_type` in its runtime/constants.py
+    wide = way.framework == "megatron" or (way.cp > 1 and way.framework.endswith("deepspeed"))
+    size = ((4 if wide else 2) + 2 * (0 < way.zero < 3)) * (1 if way.zero else 2)
     rounds = way.micro if way.zero >= 2 else 1
     seconds = rounds * _sharded(size, model, way, cluster, rates)
     backward = busy * BACKWARD / (FORWARD + BACKWARD)
     hidden = max(0.0, backward - beside / 2) if way.zero >= 2 else backward / way.micro
     return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
-
-
-def _reduced_bytes(way: Way) -> int:
-    """Return the bytes of a gradient on its way.
-
-    They are those of float32 in Megatron, and in DeepSpeed where ranks share a sequence
-    (`seq_parallel_communication_data_type` in its runtime/constants.py).
-    """
-    shared = way.cp > 1 and way.framework.endswith("deepspeed")
-    return 4 if shared or way.framework == "megatron" else 2
 
 
 def _moved(model: Model, way: Way, seq: int, calls: float, busy: float, constants: Constants) -> float:

@@ -112,6 +112,8 @@ def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
         return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
     if model.mixer.layers and way.framework == "megatron":
         return f"layers with a {model.mixer.kind} are Megatron's own there: their exchange is not predicted"
+    if not model.attending and way.recompute in ("attention", "segment"):
+        return f"recompute {way.recompute} keeps attention, which no layer has"
     reason = _why_not_matrices(way, model, cluster) or _why_not_experts(way, model, cluster)
     if reason is not None:
         return reason

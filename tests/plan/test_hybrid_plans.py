@@ -26,17 +26,13 @@ from burst_plan.step.attention import LAYOUTS, UNSCATTERED, attention
 from burst_plan.step.figures import Cluster, step
 from burst_plan.step.memory import shard_of, stack
 from burst_plan.step.model import PRESETS, from_config, model_of
-from burst_plan.step.model.mixers import NONE
+from burst_plan.step.model.mixers import NONE, _lightning, _linear_unit
 from burst_plan.step.parts import layers
 from burst_plan.step.planned import planned, text
 from burst_plan.step.recurrence import exchanges, work
 from burst_plan.step.search import search
 from burst_plan.step.way import Way, why_not
 
-FAMILIES = (
-    "qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear nemotron_h bamba granitemoehybrid falcon_h1 lfm2 "
-    "lfm2_moe olmo_hybrid lara_mini"
-).split()
 QWEN, NEMOTRON = PRESETS["qwen3-next-80b-a3b"], PRESETS["nemotron-h-8b"]
 H100 = MACHINES["H100"]
 PLACE = Cluster.of(H100, Ranks(16, 8), "H100 2x8")
@@ -47,37 +43,60 @@ def sizes_of(config):
     return from_config(json.loads(config.to_json_string()), "tiny")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_parameters_are_those_of_transformers(name):
+MANY = {
+    "jamba": {"num_hidden_layers": 9, "attn_layer_period": 4, "attn_layer_offset": 2,
+              "expert_layer_period": 3, "mamba_proj_bias": True},
+    "mamba": {"num_hidden_layers": 3, "use_bias": True, "use_conv_bias": False},
+    "mamba2": {"num_hidden_layers": 3, "use_bias": True},
+    "recurrent_gemma": {"num_hidden_layers": 5, "block_types": ["recurrent", "recurrent", "attention"]},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["hybrid", "linear_attention", *["hybrid"] * 2],
+              "tie_word_embeddings": True},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["hybrid", "linear_attention", *["hybrid"] * 2],
+               "hybrid_layer_ids": [0, 2, 3], "num_mem_blocks": 2, "adapter_rank": 8,
+               "use_shared_attention_adapter": True, "tie_word_embeddings": True},
+}  # fmt: skip
+"""Further layers, of kinds that repeat or share their weights, and biases."""
+GROUPED = ("x_proj_weight", "dt_proj_weight", "input_gate_weight", "recurrent_gate_weight")
+"""Matrices in blocks, which are no module of their own."""
+
+
+def built(name, further):
     config = zoo.config_of(name)
+    if further:
+        config = type(config).from_dict(config.to_dict() | further)
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
+        return config, AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [*((name, {}) for name in EVERY), *MANY.items()],
+    ids=lambda x: x if x else "of the zoo",
+)
+def test_parameters_are_those_of_transformers(name, further):
+    config, whole = built(name, further)
     model, mixers = sizes_of(config), mixers_of(whole).values()
     counted = sum(p.numel() for mixer in mixers for p in mixer.parameters())
     assert model.mixer.layers * (model.mixer.matrices + model.mixer.others) == counted
-    matrices = sum(
-        m.weight.numel() for mixer in mixers for m in mixer.modules() if type(m) is torch.nn.Linear
-    )
-    assert model.mixer.layers * model.mixer.matrices == matrices
+    linear = {m.weight for mixer in mixers for m in mixer.modules() if type(m) is torch.nn.Linear}
+    grouped = {p for mixer in mixers for path, p in mixer.named_parameters() if path.endswith(GROUPED)}
+    assert model.mixer.layers * model.mixer.matrices == sum(p.numel() for p in linear | grouped)
     # OLMo's norms of queries and of keys are those of all heads together
     norms = 2 * (model.heads - 1) * model.head_dim + (model.kv_heads - model.heads) * model.head_dim
     rest = norms + 2 * model.head_dim if name == "olmo_hybrid" else 0
     assert model.parameters == sum(p.numel() for p in whole.parameters()) - rest
 
 
-def test_every_mixer_that_is_served_is_counted_or_refused():
+def test_every_mixer_that_is_served_is_counted():
     """RecurrentGemma's configuration names its layers in a way of its own: 26 of 26 were taken to attend."""
     classes = set()
     for name in EVERY:
-        config = zoo.config_of(name)
-        with torch.device("meta"):
-            mixers = mixers_of(AutoModelForCausalLM.from_config(config)).values()
+        config, whole = built(name, MANY.get(name))
+        mixers, model = mixers_of(whole).values(), sizes_of(config)
         classes |= {type(mixer).__name__ for mixer in mixers}
-        if name in FAMILIES:
-            assert sizes_of(config).mixer.layers == len(mixers) > 0
-        else:
-            with pytest.raises(ValueError, match="of bamba, .*, qwen3_next, are not predicted: "):
-                sizes_of(config)
+        assert model.mixer.layers == len(mixers) > 0
+        attention = [m for m in map(type, whole.modules()) if m.__name__.endswith("Attention")]
+        assert model.attending == sum(m.__name__ not in MIXERS for m in attention)
     assert classes == {*MIXERS}
 
 
@@ -100,15 +119,21 @@ def _solved(system, right, *_, **__):
     return 2 * math.prod(system) * right[-1]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    "qwen3_5_text olmo_hybrid bamba falcon_h1 lfm2 lfm3 mamba2 zamba2 mamba falcon_mamba jamba zamba minimax "
+    "recurrent_gemma".split(),
+)
 def test_flops_are_those_that_torch_counts(name):
     """A forward with eager attention, which computes all pairs; each head of Mamba 2 has its B and C."""
-    tokens = 128
+    tokens = 256
     config = zoo.config_of(name)
-    for key in ("mamba_n_groups", "mamba_n_heads"):
+    heads = next((getattr(config, key) for key in HEADS if hasattr(config, key)), 0)
+    for key in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
         if hasattr(config, key):
-            setattr(config, key, config.mamba_n_heads)
-    whole = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            setattr(config, key, heads)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    whole = AutoModelForCausalLM.from_config(config, **eager)
     solve = torch.ops.aten.linalg_solve_triangular
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={solve: _solved}) as counter:
         whole(torch.zeros(1, tokens, dtype=torch.long))
@@ -116,16 +141,26 @@ def test_flops_are_those_that_torch_counts(name):
     model = sizes_of(config)
     mixer = model.mixer
     convolved = 2 * mixer.layers * mixer.channels * mixer.width * (tokens + mixer.width - 1)  # with padding
-    assert counted.pop(torch.ops.aten.convolution) == convolved
+    assert counted.pop(torch.ops.aten.convolution, 0) == convolved
     want = model.flops(tokens) / 3 * tokens - 2 * mixer.layers * mixer.channels * mixer.width * tokens
-    want += between_chunks(config, mixer, tokens)
+    want += 2 * mixer.layers * in_torch(config, mixer, tokens)
     assert sum(counted.values()) == want
 
 
-def between_chunks(config, mixer, tokens):
-    """FLOPs of transformers' scan over chunks of Mamba 2, which kernels do as they go."""
-    chunks = tokens // getattr(config, "mamba_chunk_size", tokens) + 1
-    return 2 * mixer.layers * chunks**2 * mixer.recurrence.state if mixer.kind == "Mamba 2" else 0
+HEADS = ("mamba_n_heads", "n_mamba_heads", "num_heads")
+
+
+def in_torch(config, mixer, tokens):
+    """Multiply-adds of transformers' torch code beyond those of a kernel.
+
+    Of Mamba 2 a scan over chunks, which kernels do as they go. Of Mamba 1 and of linear units torch counts
+    the product of states and C alone: the others are elementwise.
+    """
+    if mixer.kind == "Mamba 2":
+        chunk = getattr(config, "mamba_chunk_size", getattr(config, "chunk_size", tokens))
+        return (tokens // chunk + 1) ** 2 * mixer.recurrence.state
+    products = {"Mamba 1": mixer.recurrence.state, "linear unit": 0}
+    return tokens * (products.get(mixer.kind, mixer.recurrence.kernel) - mixer.recurrence.kernel)
 
 
 def unused(*_, initial_states=None, return_final_states=True):
@@ -138,6 +173,12 @@ SHAPES = {
         ((16, 128), (16, 128), (32, 128), (32,), (32,)),
     ),
     "nemotron-h-8b": (kernels.mamba2(unused, torch.zeros(128)), ((128, 64), (128,), (8, 128), (8, 128))),
+    "bailing_hybrid": (kernels.delta_rule(kernels.linear_attention), ((4, 8),) * 4 + ((4,),)),
+    "zamba2": (kernels.mamba2(unused, torch.zeros(8)), ((8, 8), (8,), (1, 16), (1, 16))),
+    "falcon_mamba": (kernels.mamba1(unused, torch.zeros(48, 16)), ((48,), (48,), (16,), (16,))),
+    "jamba": (kernels.mamba1(unused, torch.zeros(64, 16)), ((64,), (64,), (16,), (16,))),
+    "minimax": (kernels.gated(kernels.linear_attention), ((4, 8), (4, 8), (4, 8), (4,))),
+    "recurrent_gemma": (kernels.elementwise(), ((32,), (32,))),
 }
 """By model, its recurrence and the shapes of a token's tensors."""
 
@@ -145,18 +186,56 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_bytes_are_those_of_the_programs_and_of_the_kernels_states(name, layout):
-    mixer, (kernel, shapes) = PRESETS[name].mixer, SHAPES[name]
-    tensors = tuple(torch.empty(1, 64, *shape, device="meta") for shape in shapes)
+    kernel, shapes = SHAPES[name]
+    mixer = (PRESETS[name] if name in PRESETS else sizes_of(zoo.config_of(name))).mixer
+    tensors = tuple(torch.empty(1, 64, *shape, device="meta").movedim(1, kernel.dim) for shape in shapes)
     state, decay = (math.prod(of(tensors)) for of in (kernel.state_shape, kernel.decay_shape))
     assert (mixer.recurrence.state, mixer.recurrence.decay) == (state, decay)
     where = Layout(layout), 2**18, 32, 8
-    scanned, rows = scan(*where), halo(*where, reach=mixer.width - 1)
+    scanned, rows = scan(*where), halo(*where, reach=max(0, mixer.width - 1))
     most = max(scanned.received(rank, state=4 * state, decay=4 * decay) for rank in range(32))
     found = exchanges(mixer, layout, 2**18, Ranks(32, 8), H100.rates)
     assert found["scan of states"][0] == most
-    assert found["halo"][0] == max(rows.received(rank, row=2 * mixer.channels) for rank in range(32))
-    halos = 2 if layout == "zigzag" else 1
-    assert found["halo"][0] == halos * 3 * 2 * mixer.channels
+    assert ("halo" in found) == (name != "minimax")  # which has no convolution
+    if mixer.width:
+        assert found["halo"][0] == max(rows.received(rank, row=2 * mixer.channels) for rank in range(32))
+        assert found["halo"][0] == (2 if layout == "zigzag" else 1) * 3 * 2 * mixer.channels
+
+
+def saved(run, *tensors):
+    """Numbers in 16 bits that a run keeps, each storage once."""
+    storages = {}
+
+    def keep(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out, _ = run(tensors, None)
+    storages[out.untyped_storage().data_ptr()] = out.untyped_storage()
+    return sum(each.nbytes() for each in storages.values()) / 2
+
+
+def test_runs_in_plain_torch_keep_what_is_counted():
+    """Of bfloat16, over 4 chunks; gates of a head, and what floats of a token are, are left out."""
+    tokens, heads, dim, inner = 1024, 4, 32, 96
+    attention = _lightning(64, heads, dim)
+    x = [torch.randn(1, tokens, heads, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    gate = -torch.rand(1, tokens, heads, requires_grad=True)
+    kept = saved(kernels.gated(kernels.linear_attention).run, *x, gate)
+    assert kept / tokens == pytest.approx(attention.recurrence.run, rel=0.02)
+    unit = _linear_unit(64, heads, 4, inner)
+    x = [torch.rand(1, tokens, inner, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    assert saved(kernels.elementwise().run, *x) / tokens == pytest.approx(unit.recurrence.run, rel=0.02)
+
+
+def test_a_scan_by_doublings_moves_memory_as_often_as_it_doubles():
+    """RecurrentGemma's, twice in the middle; zigzag's last rank has 16K tokens in a run as well."""
+    unit = _linear_unit(2560, 10, 4, 2560)
+    for layout in UNSCATTERED:
+        assert work(unit, layout, 2**17, 8).moved == 2 * 14 * 26 * 2560
+    assert work(unit, "zigzag", 2**17, 1).moved == 17 * 26 * 2560
+    assert work(QWEN.mixer, "zigzag", 2**17, 8).moved == 0
 
 
 def test_each_step_of_a_scan_waits_for_its_busiest_rank():
@@ -266,6 +345,38 @@ def _doctor(tmp_path, model, **section):
     return CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json"), *words])
 
 
+FALCON = {
+    "model_type": "falcon_mamba", "num_hidden_layers": 64, "hidden_size": 4096, "intermediate_size": 8192,
+    "state_size": 16, "time_step_rank": 256, "conv_kernel": 4, "expand": 16, "use_bias": False,
+    "use_conv_bias": True, "vocab_size": 65024, "tie_word_embeddings": False}  # fmt: skip
+"""Falcon-Mamba-7B, by its file; 7.27 billion parameters."""
+
+
+def test_a_model_without_attention_is_planned_on_contiguous(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(FALCON))
+    answer = planned(str(tmp_path), "128K", "h100:1x8", None, None)
+    assert answer.model.parameters == 7_272_665_088 and answer.mask == "causal"
+    assert {one.attention.layout for one in answer.ranked} == {"contiguous"}
+    assert {one.way.recompute for one in answer.ranked} <= {"none", "full"}
+    reason = "recompute attention keeps attention, which no layer has"
+    assert reason in {why for _, why in answer.infeasible}
+    for one in answer.ranked:
+        assert not {"ring", "exchange of heads"} & {*one.times.exposed}
+        assert not {"ring buffers", "exchanged heads", "kept attention"} & {*one.memory}
+        assert one.times.compute["attention forward"] == one.times.compute["mlp"] == 0
+    words = text(answer, 3)
+    assert "layers: 0 with attention, 64 with a Mamba 1; each of these has 105 million parameters" in words
+
+
+def test_the_doctor_counts_a_model_without_attention(tmp_path):
+    zoo.config_of("mamba2").save_pretrained(tmp_path)
+    done = _doctor(tmp_path, tmp_path, layout="contiguous")
+    assert done.exit_code == 0, done.output
+    assert "layers: 0 with attention, 2 with a Mamba 2; each of these has " in done.output
+    assert "kernel of attention: none, no layer has attention" in done.output
+    assert "bytes of attention" not in done.output and "step (predicted)" in done.output
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_the_doctor_tells_layers_and_what_they_send(name, tmp_path):
     config = zoo.config_of(name)
@@ -316,12 +427,12 @@ def test_layers_are_read_as_makers_name_them(config, layers):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "jamba"}, "are not predicted: linear_attention"),
+        ({"model_type": "zaya"}, "of bailing_hybrid, .*, zamba2, are not predicted: linear_attention"),
         (
             {"linear_num_value_heads": "4"},
             "linear_num_value_heads must be an integer from 1, got '4'",
         ),
-        ({"layer_types": ["linear_attention"] * 2}, "no layer has attention"),
+        ({"layer_types": None, "full_attention_interval": None}, "does not say which layers have attention"),
         ({"layer_types": ["linear_attention", "hybrid_sliding"]}, "are not predicted: hybrid_sliding"),
         ({"num_hidden_layers": 3}, "it names the kinds of 2 layers, and has 3"),
     ],

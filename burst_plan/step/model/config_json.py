@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from burst_plan.step.model.mixers import NONE, Mixer, mixer_of
+from burst_plan.step.model.mixers import BUILD, NONE, Mixer
 from burst_plan.step.model.sizes import Model
 
 _TABLES = json.loads(files("burst_plan.step.model").joinpath("families.json").read_text(encoding="utf-8"))
@@ -20,7 +21,7 @@ gates, and the mixer of a hybrid model."""
 MIXERS: dict[str, list[str]] = _TABLES["mixers"]
 """By mixer, the names of its sizes."""
 ATTENTION = ("full_attention", "sliding_attention", "attention", "hybrid")
-MIXING = ("linear_attention", "mamba", "conv", "hybrid")
+MIXING = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
 """In a hybrid layer attention and a recurrence stand side by side."""
 ALONE = ("mlp", "moe")
 """Layers without a mixer, in models whose other layers have no MLP."""
@@ -47,9 +48,11 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         ValueError: a size that is missing or not legal, or layers that are not predicted.
     """
     kind = str(config.get("model_type", ""))
-    made, config = config, {**FAMILIES.get(kind, {}), **_named(config)}
+    own = FAMILIES.get(kind, {})
+    made, config = config, {**own, **_named(config, own.get("names", {}))}
     kinds = _kinds(config)
     _refuse_others(made, kinds, "mixer" in config)
+    kinds = [part for kind in kinds for part in config.get("stands_for", {}).get(kind, [kind])]
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     latent = config.get("kv_lora_rank") or 0
     rope = _size(config, "qk_rope_head_dim") if latent else 0
@@ -57,9 +60,10 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
     if not latent and not config.get("head_dim") and hidden % heads:
         raise ValueError(f"{heads} heads do not divide hidden_size {hidden}, and it has no head_dim")
     layers = len(kinds) or _size(config, "num_hidden_layers")
+    bare = config.get("no_mlp") or {*kinds} & {*ALONE}
     experts = _experts(config, kinds, layers)
     attending = sum(each in ATTENTION for each in kinds) if kinds else layers
-    windowed = _windowed(config, kinds, attending)
+    windowed, ffn = _windowed(config, kinds, attending), _width(config, bool(experts))
     return Model(
         name=name,
         layers=layers,
@@ -68,9 +72,10 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         kv_heads=heads if latent else _kv_heads(config, heads),
         head_dim=dim,
         value_dim=config.get("v_head_dim", dim) if latent else dim,
-        ffn=_width(config, bool(experts)),
+        ffn=ffn,
         vocab=_size(config, "vocab_size"),
-        gated=kind.startswith("gemma") or config.get("hidden_act", "silu") in ("silu", "swish"),
+        gated=kind.startswith("gemma")
+        or config.get("gated", config.get("hidden_act", "silu") in ("silu", "swish")),
         tied=bool(config.get("tie_word_embeddings", False)),
         window=config["sliding_window"] if windowed else 0,
         windowed=windowed,
@@ -78,31 +83,52 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
         kv_rank=latent,
         rope_dim=rope,
         qk_norm=not latent and bool(config.get("qk_norm")),
-        output_gate=bool(config.get("attn_output_gate")),
+        gates=dim if config.get("attn_output_gate") else int(bool(config.get("use_attention_gate"))),
+        sandwich=bool(config.get("use_sandwich_norm")),
+        biases=bool(config.get("biases")) * (layers * (2 * ffn + hidden) + attending * hidden),
         shared_gate=bool(config.get("shared_gate")),
         without_attention=layers - attending,
-        without_mlp=sum(each not in ALONE for each in kinds) if {*kinds} & {*ALONE} else 0,
+        without_mlp=sum(each not in ALONE for each in kinds) if bare else 0,
         mixer=_mixer({**config, "head_dim": dim}, sum(each in MIXING for each in kinds)),
         **experts,
+        **_shared(config, attending),
     )
+
+
+def _shared(config: Mapping[str, Any], attending: int) -> dict[str, int]:
+    """Return the sizes of attention with its MLP that layers share in turn, as Zamba's; none of others."""
+    if "stands_for" not in config:
+        return {}
+    hidden, wide = (_size(config, name) for name in ("hidden_size", "attention_hidden_size"))
+    adapters = (
+        hidden + 2 * _width(config, False) + 6 * wide * bool(config.get("use_shared_attention_adapter"))
+    )
+    return {
+        "copies": min(attending, config.get("num_mem_blocks") or 1) * bool(config["tie_word_embeddings"]),
+        "wider": wide - hidden,
+        "beside": hidden**2 + (config.get("adapter_rank") or 0) * adapters,
+    }
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the kind of each layer; [] if a configuration that is not hybrid names none: all attend."""
-    if kinds := config.get("layer_types") or config.get("layers_block_type"):
-        return [str(kind) for kind in kinds]
-    if pattern := config.get("hybrid_override_pattern"):
-        return [LETTERS.get(letter, letter) for letter in pattern]
     layers = config.get("num_hidden_layers") or 0
-    if config.get("model_type") == "falcon_h1":
-        return ["hybrid"] * layers
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if not kinds and (pattern := config.get("hybrid_override_pattern")):
+        kinds = [LETTERS.get(letter, letter) for letter in pattern]
+    if not kinds and (blocks := config.get("block_types")):  # again and again
+        kinds = [blocks[i % len(blocks)] for i in range(layers)]
+    if kinds:
+        return [str(kind) for kind in kinds]
     every, nested = config.get("full_attention_interval"), config.get("linear_attn_config")
     if every:
-        attending = [*range(every - 1, layers, every)]
+        attending = [*range(config.get("attn_layer_offset", every - 1), layers, every)]
     elif nested:  # Kimi counts from 1
         attending = [number - 1 for number in nested["full_attn_layers"]]
     else:
         attending = config.get("attn_layer_indices") or config.get("full_attn_idxs") or []
+    if "mixer" in config and not attending:
+        raise ValueError("it does not say which layers have attention")
     return ["attention" if i in attending else MIXING[0] for i in range(layers if "mixer" in config else 0)]
 
 
@@ -111,8 +137,9 @@ def _mixer(config: Mapping[str, Any], layers: int) -> Mixer:
     if not layers:
         return NONE
     values = ((name, config.get(name)) for name in MIXERS[config["mixer"]])
-    sizes = [value if isinstance(value, bool) else _size(config, name) for name, value in values]
-    return mixer_of(config["mixer"], layers, sizes)
+    flags = ("_bias", "_norm", "_gates")
+    sizes = [bool(value) if name.endswith(flags) else _size(config, name) for name, value in values]
+    return replace(BUILD[config["mixer"]](*sizes), kind=config["mixer"], layers=layers)
 
 
 def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool) -> None:
@@ -134,10 +161,11 @@ def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool
         raise ValueError(f"it names the kinds of {len(kinds)} layers, and has {config['num_hidden_layers']}")
 
 
-def _named(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the usual names of sizes beside those of its family."""
+def _named(config: Mapping[str, Any], own: dict[str, list[str]]) -> dict[str, Any]:
+    """Return a configuration with the usual names of sizes beside those of its family, and its `own`."""
     named = dict(config)
-    for usual, others in OTHER_NAMES.items():
+    named["mamba_inner"] = (config.get("mamba_expand") or 0) * (config.get("hidden_size") or 0)
+    for usual, others in (OTHER_NAMES | own).items():
         sizes = [config[name] for name in (usual, *others) if config.get(name) is not None]
         named |= {usual: sizes[0]} if sizes else {}
     for name, size in (config.get("linear_attn_config") or {}).items():  # Kimi's own file
@@ -165,6 +193,7 @@ def _width(config: Mapping[str, Any], experts: bool) -> int:
     width: int = config.get("intermediate_size") or 4 * _size(config, "hidden_size")
     if not experts:
         width = config.get("shared_intermediate_size") or width
+    width //= config.get("intermediate_shares") or 1
     if config.get("block_auto_adjust_ff_dim"):  # LFM2
         step = config.get("block_multiple_of") or 1
         return -(-int((config.get("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3)) // step) * step
@@ -214,6 +243,6 @@ def _dense(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
         return int(named.count("dense"))
     every = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
     first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
-    # Qwen counts layers from 1 where it takes every n-th, DeepSeek from 0.
-    begin = 1 if config.get("decoder_sparse_step") else 0
+    # Qwen counts layers from 1 where it takes every n-th, DeepSeek from 0, Jamba from an offset.
+    begin = 1 if config.get("decoder_sparse_step") else -config.get("expert_layer_offset", 0)
     return sum(i < first or i in dense or (i + begin) % every > 0 for i in range(layers))

@@ -6,8 +6,8 @@ follow from what the kernels of fla, mamba-ssm and causal-conv1d save for backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 CHUNK = 64
@@ -17,20 +17,18 @@ CHUNK = 64
 class RecurrenceSizes(NamedTuple):
     """The recurrence of a layer; work and bytes are those of a token."""
 
-    kernel: int
+    kernel: int = 0
     """Multiply-adds of a run of the kernel."""
-    state: int
+    state: int = 0
     """Numbers of a state."""
-    decay: int
+    decay: int = 0
     """Numbers of A."""
-    run: int
+    run: int = 0
     """Numbers in 16 bits that each run keeps for backward."""
     maps: int = 0
     """Multiply-adds of the run that makes A, where A is a matrix."""
-
-
-STATELESS = RecurrenceSizes(0, 0, 0, 0)
-"""That of a convolution alone."""
+    doubled: int = 0
+    """Numbers in 16 bits that a doubling moves, of a run by doublings: log2 of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Mixer:
     channels: int = 0
     width: int = 0
     """Tokens that the convolution of the channels reads, its own included; 0: no convolution."""
-    recurrence: RecurrenceSizes = STATELESS
+    recurrence: RecurrenceSizes = field(default_factory=RecurrenceSizes)
     kind: str = ""
     layers: int = 0
 
@@ -77,34 +75,70 @@ def _gated_delta(hidden: int, keys: int, heads: int, key_dim: int, value_dim: in
     return Mixer(matrices, others, kept, 2 * k + v, width, _delta(heads, key_dim, value_dim, run))
 
 
-def _kimi_delta(hidden: int, heads: int, dim: int, width: int) -> Mixer:
-    """Kimi Linear, whose decays are of each row of the state."""
+def _kimi_delta(hidden: int, heads: int, dim: int, width: int, full: bool) -> Mixer:
+    """Kimi Linear and Bailing, whose decays are of each row; full: whether gates are of full rank."""
     inner = heads * dim
     run = 5 * inner + 2 * heads * CHUNK  # as above, with decays in 32 bits and two matrices
-    matrices = hidden * (4 * inner + heads + 2 * dim) + 2 * dim * inner
+    gates = hidden * inner if full else dim * (hidden + inner)
+    matrices = hidden * (4 * inner + heads) + 2 * gates
     others = 3 * width * inner + dim + heads + inner
     return Mixer(matrices, others, 8 * inner, 3 * inner, width, _delta(heads, dim, dim, run))
 
 
 def _mamba2(
-    hidden: int,
-    heads: int,
-    dim: int,
-    columns: int,
-    groups: int,
-    width: int,
-    chunk: int,
-    bias: bool,
-    norm: bool,
-) -> Mixer:
-    """Nemotron-H, Granite 4, Bamba, Falcon-H1; groups: of B and C, norm: whether outputs have one."""
+    hidden: int, heads: int, dim: int, columns: int, groups: int, width: int, chunk: int,
+    bias: bool, biases: bool, norm: bool,
+) -> Mixer:  # fmt: skip
+    """Nemotron-H, Granite 4, Bamba, Falcon-H1, Zamba 2; groups: of B and C, bias: of the convolution.
+
+    biases: of the matrices, norm: whether outputs have one.
+    """
     inner, channels = heads * dim, heads * dim + 2 * groups * columns
     matrices = hidden * (2 * inner + channels + heads)
-    others = channels * (width + bias) + 3 * heads + inner * norm
+    others = channels * (width + bias) + inner * norm + biases * (hidden + inner + channels + heads)
     kernel = groups * chunk * columns + heads * (chunk * dim + 2 * dim * columns)
     run = inner + 4 * heads  # output; steps and decays in 32 bits
     recurrence = RecurrenceSizes(kernel, inner * columns, heads, run)
-    return Mixer(matrices, others, 2 * channels + 2 * inner, channels, width, recurrence)
+    return Mixer(matrices, others + 3 * heads, 2 * channels + 2 * inner, channels, width, recurrence)
+
+
+def _mamba1(
+    hidden: int, inner: int, columns: int, rank: int, width: int, bias: bool, biases: bool, norm: bool
+) -> Mixer:
+    """Mamba, Falcon Mamba, Jamba, Zamba; columns: of a state, rank: of the steps, norm: of steps, B and C.
+
+    A run takes 9 FLOPs of each number of the state (state-spaces/mamba#110), on copies in float32.
+    """
+    made = rank + 2 * columns
+    others = inner * (width + bias + columns + 2) + norm * made + biases * (hidden + 2 * inner)
+    run = 7 * inner + 4 * columns  # u, steps before and behind softplus, B and C in 32 bits; output
+    recurrence = RecurrenceSizes(9 * inner * columns // 2, inner * columns, inner * columns, run)
+    matrices = inner * (3 * hidden + rank + made)
+    # Input and result of the convolution, steps, gate, its SiLU, the gated output; the product of steps, B, C
+    return Mixer(matrices, others, 6 * inner + made, inner, width, recurrence)
+
+
+def _lightning(hidden: int, heads: int, dim: int) -> Mixer:
+    """MiniMax, by `linear_attention`: four float32 matrices within each chunk of 256 are kept, of a head.
+
+    In float32 are also q, k, v, a product of gates with q and one with k, and the state before a chunk.
+    """
+    inner, chunk = heads * dim, 256
+    run = 11 * inner + heads * (8 * chunk + 2 * dim**2 // chunk)
+    recurrence = RecurrenceSizes(2 * inner * (chunk + dim), inner * dim, heads, run)
+    # q, k and v before and behind SiLU; result of the norm, gate, its sigmoid, the gated output
+    return Mixer(5 * hidden * inner, inner, 10 * inner, recurrence=recurrence)
+
+
+def _linear_unit(hidden: int, heads: int, width: int, inner: int) -> Mixer:
+    """RecurrentGemma, by a scan of doublings over h and a in float32: 13 reads and writes of a channel each.
+
+    heads: blocks of the matrices of gates.
+    """
+    matrices = 3 * hidden * inner + 2 * inner**2 // heads
+    recurrence = RecurrenceSizes(inner, inner, inner, 4 * inner, doubled=26 * inner)  # a, h, output
+    # Gate, GELU, product; input and result of the convolution; gates, a, its logarithm and root, inputs
+    return Mixer(matrices, hidden + inner * (width + 6), 12 * inner, inner, width, recurrence)
 
 
 def _convolution(hidden: int, width: int, bias: bool) -> Mixer:
@@ -115,11 +149,10 @@ def _convolution(hidden: int, width: int, bias: bool) -> Mixer:
 BUILD: dict[str, Callable[..., Mixer]] = {
     "gated delta rule": _gated_delta,
     "Kimi delta attention": _kimi_delta,
+    "Mamba 1": _mamba1,
     "Mamba 2": _mamba2,
+    "lightning attention": _lightning,
+    "linear unit": _linear_unit,
     "short convolution": _convolution,
 }
-
-
-def mixer_of(kind: str, layers: int, sizes: Sequence[int]) -> Mixer:
-    """Return layers of a kind; sizes: as families.json names them."""
-    return replace(BUILD[kind](*sizes), kind=kind, layers=layers)
+"""By kind, what makes its mixer of the sizes that families.json names."""

@@ -53,8 +53,18 @@ class Model:
     """Tokens that some layers see back, themselves included; 0: no layer has a window."""
     windowed: int = 0
     """Layers with this window."""
-    output_gate: bool = False
-    """Whether attention has a gate for each number of its result."""
+    gates: int = 0
+    """Gates of attention's result, of a head: 1, or one of each number; 0: none."""
+    sandwich: bool = False
+    """Whether a norm is behind each mixer and each MLP, too."""
+    biases: int = 0
+    """Parameters of biases around attention and in MLPs, where the family's are counted."""
+    copies: int = 0
+    """Copies of attention with its MLP, if layers share them in turn (Zamba); 0: each layer has its own."""
+    wider: int = 0
+    """Columns that attention reads besides those of the hidden states."""
+    beside: int = 0
+    """Parameters that a layer has for itself where attention is shared."""
     without_attention: int = 0
     without_mlp: int = 0
     """Layers without an MLP; those with one have neither attention nor a mixer then."""
@@ -79,8 +89,6 @@ class Model:
                 f"kv_heads must divide heads: {self.heads} query heads do not group over {self.kv_heads} K/V "
                 "heads"
             )
-        if self.without_attention >= self.layers:
-            raise ValueError("no layer has attention: plans are made for rings of attention")
         if self.experts and self.dense_layers >= self.layers:
             raise ValueError(f"none of the {self.layers} layers has experts: {self.dense_layers} are dense")
         if self.experts and not (0 < self.active <= self.experts and self.expert_ffn):
@@ -92,11 +100,10 @@ class Model:
     @property
     def projections(self) -> int:
         """Parameters of the projections of attention, in a layer that has it."""
-        out = (1 + self.output_gate) * self.heads * self.value_dim * self.hidden
+        out = (self.value_dim + self.gates) * self.heads * self.hidden + self.beside
         if not self.kv_rank:
-            return out + self.hidden * (
-                (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.value_dim
-            )
+            columns = (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.value_dim
+            return out + (self.hidden + self.wider) * columns
         queries = self.heads * self.head_dim
         q = self.hidden * queries if not self.q_rank else self.q_rank * (self.hidden + queries)
         up = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
@@ -153,12 +160,14 @@ class Model:
     def parameters(self) -> int:
         """All parameters."""
         idle = self.sparse_layers * (self.experts - self.active) * self.mlp(self.expert_ffn)
-        norms = (self.blocks + 1) * self.hidden + self.attending * (
-            self.q_rank + self.kv_rank + 2 * self.head_dim * self.qk_norm
+        norms = (self.blocks * (1 + self.sandwich) + 1) * self.hidden + self.attending * (
+            self.q_rank + self.kv_rank + 2 * self.head_dim * self.qk_norm + self.wider
         )
         embeddings = self.head * (1 if self.tied else 2)
-        others = self.mixer.layers * self.mixer.others
-        return self.mixing + self.mlp_active + idle + norms + embeddings + others
+        others = self.mixer.layers * self.mixer.others + self.biases
+        block = self.projections - self.beside + self.mlp(self.ffn) + 2 * self.hidden + self.wider
+        shared = block * (self.attending - self.copies) * (self.copies > 0)
+        return self.mixing + self.mlp_active + idle + norms + embeddings + others - shared
 
     @property
     def width(self) -> int:
@@ -168,7 +177,8 @@ class Model:
 
     def mask(self, seq: int) -> str:
         """Return the mask of its layers in words: a window where each has one, else causal."""
-        return f"window:{self.window}" if self.windowed == self.attending and self.window < seq else "causal"
+        whole = self.windowed == self.attending and 0 < self.window < seq
+        return f"window:{self.window}" if whole else "causal"
 
     def flops(self, keys: float) -> float:
         """Return the FLOPs of a token in training, none recomputed; keys: it attends to, on average."""
