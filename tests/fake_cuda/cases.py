@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dense import Problem, dense, error, problem
+from dense import Problem, Result, dense, error, problem
 from plain_loss import linear_cross_entropy
 from torch import Tensor
 
@@ -75,8 +75,8 @@ def attention(
     """
     dtype = dtype or (torch.float32 if kernel == "triton" else torch.bfloat16)
     settings, n = BurstConfig(kernel=kernel, **config), TOKENS * size
-    p = problem(0, n, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    of_mask, mla = MASKS[mask](n), _latents(n, heads, dtype) if latent else ()
+    p, of_mask, want = _dense(n, heads, kv_heads, head_dim, dtype, mask, lse)
+    mla = _latents(n, heads, dtype) if latent else ()
     deal = partial(shard, dim=1, size=size, layout=settings.layout)
     FORWARD.clear()
     BACKWARD.clear()
@@ -119,7 +119,6 @@ def attention(
         if latent:
             names, whole = ("out", "dq", "dlatent", "drope", "dweight"), _dense_of_latents(p, mla, of_mask)
         else:
-            want = dense(p, of_mask, dlse=torch.ones(1, n, heads) if lse else None)
             names = "out", "dq", "dk", "dv", *(["lse"] if lse else [])
             whole = [want.out, want.dq, want.dk, want.dv, want.lse]
         pairs = {}
@@ -135,6 +134,16 @@ def attention(
 FORWARD: dict[int, tuple[Counter[str], int]] = {}
 BACKWARD: dict[int, tuple[Counter[str], int]] = {}
 """By rank: launches of the last step of `attention`, and peak bytes above those that are there before."""
+
+
+@lru_cache
+def _dense(
+    n: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, mask: str, lse: bool
+) -> tuple[Problem, Mask, Result]:
+    """Return a problem, its mask, and what one process makes of both."""
+    p = problem(0, n, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    of_mask = MASKS[mask](n)
+    return p, of_mask, dense(p, of_mask, dlse=torch.ones(1, n, heads) if lse else None)
 
 
 def _latents(n: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -23,6 +23,9 @@ class Checker:
         self.lock = threading.RLock()
         self.names: list[str] = []
         self.clocks: list[Clock] = []
+        """By stream: what it knows of this case."""
+        self.before: Clock = {}
+        """What all know of earlier cases."""
         self.findings: Counter[str] = Counter()
         self.syncs: dict[int, Counter[str]] = defaultdict(Counter)
         """By rank: where its host waited for the device."""
@@ -41,9 +44,16 @@ class Checker:
 
     def tick(self, stream: int) -> int:
         """Count one more piece of work of a stream."""
-        clock = self.clocks[stream]
-        clock[stream] = clock.get(stream, 0) + 1
-        return clock[stream]
+        count = self.clocks[stream][stream] = self.knows(stream, stream) + 1
+        return count
+
+    def knows(self, stream: int, other: int) -> int:
+        """Return how much of another stream's work has happened before a stream's next work."""
+        return max(self.clocks[stream].get(other, 0), self.before.get(other, 0))
+
+    def late(self, stream: int, work: Clock) -> list[int]:
+        """Return the other streams whose work a stream does not come after."""
+        return [s for s, count in work.items() if s != stream and count > self.knows(stream, s)]
 
     def join(self, stream: int, *others: Clock) -> None:
         """Let all that is in these clocks happen before the next work of a stream."""
@@ -61,8 +71,8 @@ class Checker:
     def begin(self) -> None:
         """Begin a new case: no findings, no counts, and all that was launched before has happened."""
         with self.lock:
-            everything = joined({}, *self.clocks)
-            self.clocks = [dict(everything) for _ in self.clocks]
+            joined(self.before, *self.clocks)
+            self.clocks = [{} for _ in self.clocks]
             for each in (self.findings, self.syncs, self.launches):
                 each.clear()
             self.peak = Counter(self.bytes)

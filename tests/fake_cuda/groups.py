@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,10 @@ class Network:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = tuple(range(ranks))
-        self.changed = threading.Condition(CHECKER.lock)
+        self.lock = CHECKER.lock
         self.events = 0
         """Messages, collectives and groups that were posted or done."""
-        self.waiting: dict[int, str] = {}
+        self.waiting: dict[int, _Waiter] = {}
         """By thread."""
         self.broken: BaseException | None = None
         self.store = dist.HashStore()
@@ -59,37 +59,49 @@ class Network:
         self.world = {rank: Group(Communicator(self, self.ranks, "world"), rank) for rank in self.ranks}
 
     def event(self) -> None:
+        """Note that something was posted or done, and wake those who waited for it."""
         self.events += 1
-        self.changed.notify_all()
+        for waiter in self.waiting.values():
+            if waiter.holds():
+                waiter.called.notify()
 
     def fail(self, error: BaseException) -> None:
         """End all waits."""
-        with self.changed:
+        with self.lock:
             self.broken = self.broken or error
-            self.changed.notify_all()
+            for waiter in self.waiting.values():
+                waiter.called.notify()
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
         """Wait until `holds()`; False if that takes longer than `seconds`."""
         me, looks, events, waited = threading.get_native_id(), 0, -1, 0.0
-        with self.changed:
-            self.waiting[me] = what
+        with self.lock:
+            waiter = self.waiting[me] = _Waiter(holds, what, threading.Condition(self.lock))
             try:
                 while not holds():
                     if self.broken is not None:
                         raise Deadlock(f"ended while it waited for {what}") from self.broken
                     if seconds is not None and waited >= seconds:
                         return False
-                    self.changed.wait(IDLE)
+                    waiter.called.wait(IDLE)
                     waited += IDLE
+                    if next(iter(self.waiting)) != me:  # one looks for all
+                        continue
                     looks = looks + 1 if self.events == events and _all_sleep() else 0
                     events = self.events
                     if looks >= LOOKS and not holds():
-                        told = "; ".join(sorted(set(self.waiting.values())))
+                        told = "; ".join(sorted({each.what for each in self.waiting.values()}))
                         CHECKER.found("deadlock", told)
                         self.fail(Deadlock(told))
             finally:
                 self.waiting.pop(me, None)
         return True
+
+
+class _Waiter(NamedTuple):
+    holds: Callable[[], bool]
+    what: str
+    called: threading.Condition
 
 
 def _all_sleep() -> bool:
@@ -123,7 +135,7 @@ class Communicator:
         return self.streams[rank]
 
     def post(self, operation: Operation) -> Operation:
-        with self.network.changed:
+        with self.network.lock:
             self.queues[operation.rank].append(operation)
             self.network.event()
             self._end_aborted()
@@ -133,7 +145,7 @@ class Communicator:
 
     def abort(self, rank: int) -> None:
         """End what a rank has under way, and all that it posts from now on."""
-        with self.network.changed:
+        with self.network.lock:
             self.aborted.add(rank)
             self._end_aborted()
             self.network.event()
@@ -238,7 +250,7 @@ class Operation(dist.Work):
         if self.on_device and not self._begun:
             self._begun = True
             stream = self.group.communicator.stream(self.rank).number
-            own = {stream: CHECKER.clocks[stream].get(stream, 0) - 1}  # it is not done itself
+            own = {stream: CHECKER.knows(stream, stream) - 1}  # it is not done itself
             self.before = {**CHECKER.snapshot(stream), **own}
 
     def knows(self, *clocks: Clock) -> None:
@@ -323,7 +335,7 @@ def new_group(
     if backend == "nccl" and torch._C._current_graph_task_id() != -1:
         CHECKER.found("communicator", f"{members} was made in a backward at [{place()}]")
     everybody = members if use_local_synchronization and not split else network.ranks
-    with network.changed:
+    with network.lock:
         network.calls[rank, members, backend] += 1
         key = members, backend, network.calls[rank, members, backend]
         came = network.groups.setdefault(key, {})
@@ -353,7 +365,7 @@ class P2POp:
 def batch_isend_irecv(operations: Sequence[P2POp]) -> list[Operation]:
     group, communicator = operations[0].group, operations[0].group.communicator
     assert all(each.group is group for each in operations)
-    with communicator.network.changed:
+    with communicator.network.lock:
         if group.me not in communicator.started:
             CHECKER.found(
                 "communicator",
@@ -383,7 +395,7 @@ def _collective(
     group = _of(group)
     made = Operation(group, collective=name)
     made.compute, made.data = compute, data
-    with group.communicator.network.changed:
+    with group.communicator.network.lock:
         tensors = [x for x in (*reads, *writes) if isinstance(x, CudaTensor)]
         if group.backend != "gloo" and tensors:
             group.communicator.started.add(group.me)
@@ -478,7 +490,7 @@ def broadcast(tensor: Tensor, group: Any = None, group_src: int = 0, async_op: b
 def _rooted(name: str, group: Group, root: int, tensor: Tensor, rows: Any, *, root_gives: bool) -> Operation:
     communicator, made = group.communicator, Operation(group, collective=name)
     network, at_root = communicator.network, communicator.members.index(group.me) == root
-    with network.changed:
+    with network.lock:
         network.calls[group.me, communicator.kind, name] += 1
         key = communicator.kind, name, network.calls[group.me, communicator.kind, name]
         came: dict[int, Any] = network.groups.setdefault(key, {})  # type: ignore[assignment]

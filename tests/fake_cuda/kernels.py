@@ -35,7 +35,7 @@ from burst_mcore.attention.runtime import record
 from burst_mcore.dtypes import of_parts, wide
 from burst_mcore.loss import rows_triton
 
-from .tensors import STAND_INS, CudaTensor, as_kernel, launch, values_of
+from .tensors import STAND_INS, CudaTensor, as_kernel, launch, on_host, values_of
 
 
 def _cudnn(q, k, v, bias, with_lse, dropout=0.0, causal=False, *, scale):
@@ -130,21 +130,23 @@ def _lists(pattern: Any, name: str, q: Any, *, by_columns: bool) -> list[Any]:
 def _merge_forward(q, k, v, pattern, scores, out, lse, *, fresh):
     reads = [q, k, v, *_lists(pattern, "forward", q, by_columns=False)]
     launch("triton forward", reads if fresh else [*reads, out, lse], [out, lse], rank=q.rank)
-    share = REFERENCE.forward(*map(values_of, (q, k, v)), pattern, scores)
-    total = out.values, lse.values
-    if fresh:
-        _fill(share, total)
-    else:
-        rowwise.combine([total, (share[0], share[1].to(lse.dtype))], *total)
+    with on_host():
+        share = REFERENCE.forward(*map(values_of, (q, k, v)), pattern, scores)
+        total = out.values, lse.values
+        if fresh:
+            _fill(share, total)
+        else:
+            rowwise.combine([total, (share[0], share[1].to(lse.dtype))], *total)
 
 
 def _add(name: str, inputs: BackwardInputs, pattern, scores, into: dict[int, Any], fresh: set[int]):
     given = [x for x in inputs if x is not None] + _lists(pattern, name, inputs.q, by_columns=name != "dq")
     read = [total for index, total in into.items() if index not in fresh]
     launch(f"triton {name}", given + read, list(into.values()), rank=inputs.q.rank)
-    shares = REFERENCE.backward(BackwardInputs(*map(values_of, inputs)), pattern, scores)
-    for index, total in into.items():
-        (total.values.copy_ if index in fresh else total.values.add_)(shares[index])
+    with on_host():
+        shares = REFERENCE.backward(BackwardInputs(*map(values_of, inputs)), pattern, scores)
+        for index, total in into.items():
+            (total.values.copy_ if index in fresh else total.values.add_)(shares[index])
 
 
 def _add_dq(inputs, pattern, scores, dq, *, fresh):
@@ -190,22 +192,26 @@ class Rows:
     @staticmethod
     def delta_rows(dout, out, delta):
         launch("delta", [dout, out], [delta], rank=out.rank)
-        delta.values.copy_(rowwise.row_delta(dout.values, out.values))
+        with on_host():
+            delta.values.copy_(rowwise.row_delta(dout.values, out.values))
 
     @staticmethod
     def stand_in_rows(dout, delta, out, faint):
         launch("stand-in", [dout, delta], [out], rank=out.rank)
-        rowwise.output_stand_in(dout.values, delta.values, out.values)
+        with on_host():
+            rowwise.output_stand_in(dout.values, delta.values, out.values)
 
     @staticmethod
     def combine_rows(parts, out, lse):
         launch("combine", [x for part in parts for x in part], [out, lse], rank=out.rank)
-        rowwise.combine([tuple(map(values_of, part)) for part in parts], out.values, lse.values)
+        with on_host():
+            rowwise.combine([tuple(map(values_of, part)) for part in parts], out.values, lse.values)
 
     @staticmethod
     def add_rows(parts, total):
         launch("add", parts, [total], rank=total.rank)
-        rowwise.add_up([*map(values_of, parts)], total.values)
+        with on_host():
+            rowwise.add_up([*map(values_of, parts)], total.values)
 
 
 class _OfLoss:
@@ -217,7 +223,8 @@ class _OfLoss:
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*args: Any, num_warps: int = 0, **options: Any) -> None:
-            self._function(SimpleNamespace(**self._signature.bind(*args, **options).arguments))
+            with on_host():
+                self._function(SimpleNamespace(**self._signature.bind(*args, **options).arguments))
 
         return run
 

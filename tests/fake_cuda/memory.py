@@ -42,10 +42,7 @@ class Memory:
         if self.of_host:
             return
         CHECKER.bytes[self.rank] -= self.size
-        seen = CHECKER.clocks[self.stream]
-        if any(
-            s != self.stream and s not in self.recorded and c > seen.get(s, 0) for s, c in self.last.items()
-        ):
+        if set(CHECKER.late(self.stream, self.last)) - self.recorded:
             FREED[self.stream].append((self.last, self.recorded, self.made))
 
 
@@ -88,6 +85,10 @@ class _Alive:
         return None if self._weak.expired() else True
 
 
+def any_pinned() -> bool:
+    return bool(_PINNED)
+
+
 def pinned(tensor: Tensor) -> Memory | None:
     """Return the memory of a pinned host tensor; None if it is not pinned."""
     if not _PINNED or type(tensor) is not Tensor or tensor.layout != torch.strided:
@@ -97,10 +98,8 @@ def pinned(tensor: Tensor) -> Memory | None:
 
 
 def _check_reuse(stream: int) -> None:
-    seen = CHECKER.clocks[stream]
     for last, recorded, made in FREED.pop(stream, ()):
-        late = [s for s, c in last.items() if s != stream and s not in recorded and c > seen.get(s, 0)]
-        for each in late:
+        for each in set(CHECKER.late(stream, last)) - recorded:
             CHECKER.found(
                 "reuse",
                 f"memory made at [{made}] was given back while {CHECKER.names[each]} may use it, and goes to "
@@ -110,37 +109,39 @@ def _check_reuse(stream: int) -> None:
 
 def access(memory: Memory, values: Tensor, stream: int, count: int, *, write: bool, name: str) -> None:
     """Note that work of a stream reads or writes these values, and report what it does not come after."""
-    at, seen, me = _bytes_of(values), CHECKER.clocks[stream], CHECKER.names[stream]
-    writer, written = memory.writer[at], memory.written[at]
-    if not writer.size:
+    if not values.numel():
         return
-    for other in np.unique(writer):
-        if other not in (NOBODY, stream) and written[writer == other].max() > seen.get(int(other), 0):
-            verb, last = "writes" if write else "reads", memory.last_write.get(int(other))
+    me, late = CHECKER.names[stream], CHECKER.late(stream, memory.last)
+    for other in late:  # few, or none: only then does it matter which bytes are the same
+        known, last = CHECKER.knows(stream, other), memory.last_write.get(other)
+        if (
+            last is not None
+            and _of(memory.written, values)[_of(memory.writer, values) == other].max(initial=0) > known
+        ):
+            verb = "writes" if write else "reads"
             CHECKER.found(
                 "race", f"{name} on {me} {verb} what {CHECKER.names[other]} wrote ({last}) at [{place()}]"
             )
+        if write and other in memory.reads and _of(memory.reads[other], values).max() > known:
+            CHECKER.found(
+                "race", f"{name} on {me} writes what {CHECKER.names[other]} may read at [{place()}]"
+            )
     if write:
-        for other, counts in memory.reads.items():
-            if other != stream and counts[at].max(initial=0) > seen.get(other, 0):
-                CHECKER.found(
-                    "race", f"{name} on {me} writes what {CHECKER.names[other]} may read at [{place()}]"
-                )
-        memory.writer[at], memory.written[at], memory.last_write[stream] = stream, count, name
+        _of(memory.writer, values)[...], _of(memory.written, values)[...] = stream, count
+        memory.last_write[stream] = name
     else:
         if stream not in memory.reads:
             memory.reads[stream] = np.zeros(memory.size, np.int32)
-        memory.reads[stream][at] = count
+        _of(memory.reads[stream], values)[...] = count
     memory.last[stream] = count
 
 
-def _bytes_of(x: Tensor) -> Any:
-    """Return an index of the bytes of a strided tensor in its storage."""
-    start, size = x.storage_offset() * x.itemsize, x.itemsize
+def _of(numbers: np.ndarray, x: Tensor) -> np.ndarray:
+    """Return the numbers of the bytes of a strided tensor, of those of its storage's bytes."""
+    size = x.itemsize
     if x.is_contiguous():
-        return slice(start, start + x.numel() * size)
-    places = np.zeros(1, np.int64)
-    for many, stride in zip(x.size(), x.stride(), strict=True):
-        if stride:
-            places = (places[:, None] + np.arange(many, dtype=np.int64) * stride).ravel()
-    return (start + places[:, None] * size + np.arange(size)).ravel()
+        return numbers[x.storage_offset() * size :][: x.numel() * size]
+    dimensions = [(many, by * size) for many, by in zip(x.shape, x.stride(), strict=True) if by]
+    shape, strides = zip(*dimensions, (size, 1), strict=True)
+    start = x.storage_offset() * size * numbers.itemsize
+    return np.ndarray(shape, numbers.dtype, numbers, start, [by * numbers.itemsize for by in strides])

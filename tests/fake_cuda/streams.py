@@ -50,10 +50,10 @@ def index_of(device: Any) -> int:
 
 def host(rank: int) -> int:
     """Return the host of a rank as a stream: what it does is known to all that it launches afterwards."""
-    with CHECKER.lock:
-        if rank not in _HOSTS:
-            _HOSTS[rank] = CHECKER.stream(f"host {rank}")
-        return _HOSTS[rank]
+    if rank not in _HOSTS:
+        with CHECKER.lock:
+            _HOSTS.setdefault(rank, CHECKER.stream(f"host {rank}"))
+    return _HOSTS[rank]
 
 
 class Stream:
@@ -70,7 +70,7 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         with CHECKER.lock:
-            CHECKER.join(self.number, CHECKER.snapshot(other.number))
+            CHECKER.join(self.number, CHECKER.clocks[other.number])
 
     def wait_event(self, event: Event) -> None:
         with CHECKER.lock:
@@ -126,10 +126,10 @@ def waits(rank: int, clock: Clock, why: str) -> None:
 
 def default_stream(device: Any = None) -> Stream:
     index = index_of(device)
-    with CHECKER.lock:
-        if index not in _DEFAULTS:
-            _DEFAULTS[index] = Stream(index, name="default stream")
-        return _DEFAULTS[index]
+    if index not in _DEFAULTS:
+        with CHECKER.lock:
+            _DEFAULTS.setdefault(index, Stream(index, name="default stream"))
+    return _DEFAULTS[index]
 
 
 def current_stream(device: Any = None) -> Stream:
