@@ -100,6 +100,7 @@ def is_found(fault: Fault) -> bool:
     forget()
     with planted(fault.file, fault.old, fault.new):
         found = run(fault.case)
+    forget()  # plans that were made with the fault
     return bool({text.split(":")[0] for text in found} & fault.kinds)
 
 
