@@ -324,7 +324,7 @@ def _te(version):
 
     def forward_29(*args, return_max_logit=False, **given):
         out, aux, _ = forward(*args, **given)
-        q, k, v = args[5:8]
+        q, k, v = (inspect.signature(forward).bind(*args, **given).arguments[name] for name in "qkv")
         if not return_max_logit:
             return out, aux
         assert q.dim() == 4  # of packed sequences it would be that of padding, too, before 2.17
