@@ -87,7 +87,7 @@ class _Forward:
         ring.run(self.call.bound(Pass.FORWARD), self.compute)
         if not outward:
             out, lse = self.softmax.result()
-            return Attended(out, lse, self.q, self.k, self.v, lse, self.of_all_heads())
+            return Attended(out, lse, self.q, self.k, self.v, lse, self.max_logit)
         out, *at_home = outward[Kind.RESULT].own
         lse_at_home = at_home[0] if at_home else None
         ring_lse = self.softmax.lse()
@@ -124,8 +124,8 @@ class _Forward:
     def of_all_heads(self) -> Tensor | None:
         """Return the largest scores with those of the heads of other members, if the call wants them."""
         own, member, members = self.max_logit, self.call.member, self.call.route.heads
-        if own is None or members == 1:
-            return own
+        if own is None:
+            return None
         none = torch.full_like(own, -torch.inf)
         return torch.cat([own if each == member else none for each in range(members)])
 

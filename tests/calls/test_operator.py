@@ -105,7 +105,7 @@ def test_arguments_are_validated_once(monkeypatch):
     for illegal, words in (((-1.0,), "softmax_scale must be positive"), ((None, -1.0), "softcap must be")):
         args = _args(q, k, v, topology, mask, BurstConfig())
         handles = topology.handle, mask.handle, BurstConfig().handle
-        handle = request_module.handle_of(handles, *(*illegal, None)[:2], False, "off")
+        handle = request_module.handle_of(handles, *(*illegal, None)[:2], False, False, "off")
         with pytest.raises(ValueError, match=words):
             attention_forward(*args._replace(options=handle))
 
@@ -282,7 +282,7 @@ def _devices_of_results(rank, size):
         )
     leaves = tree_leaves([list(results), list(saved.values()), list(gradients)])
     tensors = [x for x in leaves if x is not None]  # there is no latent
-    assert len(tensors) == 3 + 8 + 5
+    assert len(tensors) == 4 + 8 + 5
     return {x.device.type for x in tensors}
 
 

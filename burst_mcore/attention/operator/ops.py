@@ -117,10 +117,10 @@ def _forward(args: ForwardArgs, request: Request | None = None) -> ForwardResult
         tail = tail_of(call, cut, attended, tokens) if args.keep and args.saves else []
     if agreement is not None and not args.needs_gradient and not in_checkpoint():
         agreement.settle()  # no backward will
-    out, lse, max_logit = (
+    out, lse, max_logit = [
         attended.ring_lse.new_empty(0) if x is None else x
         for x in (attended.out, attended.lse, attended.max_logit)
-    )
+    ]
     return ForwardResults(
         out=_owned(out if tokens == call.rows else out[:, :tokens]),
         lse=_owned(lse if tokens == call.rows else lse[..., :tokens]),
