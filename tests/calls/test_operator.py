@@ -208,9 +208,9 @@ def test_a_call_without_a_config_compiles_into_one_graph(options):
         assert torch.equal(x, y)
 
 
-def _compiled_with_largest_logits(rank, size):
+def _compiled_with_largest_logits(rank, size, way):
     topology = Topology.from_group(dist.group.WORLD) if size > 1 else Topology.single()
-    options, got = {"topology": topology, "mask": Mask.causal()}, []
+    options, got = {"topology": topology, "mask": Mask.causal(), "config": BurstConfig(**way)}, []
 
     def attend(q, k, v):
         return burst_attention(q, k, v, **options, return_max_logit=True)
@@ -225,9 +225,9 @@ def _compiled_with_largest_logits(rank, size):
     return all(map(torch.equal, *got))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_attention_and_its_largest_logits_compile_into_one_graph(size):
-    assert all(processes(size, _compiled_with_largest_logits))
+@pytest.mark.parametrize(("size", "way"), [(1, {}), (2, {}), (2, {"head_parallel": 2})], ids=str)
+def test_attention_and_its_largest_logits_compile_into_one_graph(size, way):
+    assert all(processes(size, _compiled_with_largest_logits, way))
 
 
 @pytest.mark.usefixtures("few_objects")
