@@ -84,7 +84,9 @@ def check(size, sp, cells):
             assert not wrong, f"rank {rank}, SP {sp}, cell {cell}: {wrong}"
 
 
-@pytest.mark.parametrize(("size", "sp"), [(4, 4), (4, 2)], ids=["SP4", "DP2xSP2"])
+@pytest.mark.parametrize(
+    ("size", "sp"), [(4, 4), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["SP4", "DP2xSP2"]
+)
 def test_sample(size, sp):
     check(size, sp, SAMPLE[sp])
 

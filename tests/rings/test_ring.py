@@ -62,10 +62,9 @@ def _grid(rank, size, dtype):
     ("size", "dtype"),
     [
         *((1, dtype) for dtype in DTYPES),
-        *((2, torch.float16), (3, torch.bfloat16)),
+        (2, torch.float16),
         *(pytest.param(2, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
-        *(pytest.param(3, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)),
-        *(pytest.param(4, dtype, marks=pytest.mark.slow) for dtype in DTYPES),
+        *(pytest.param(size, dtype, marks=pytest.mark.slow) for size in (3, 4) for dtype in DTYPES),
     ],
     ids=str,
 )
