@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _BELOW = {"torch", "triton", "sympy", "mpmath", "networkx", "numpy"}
-"""Packages, most of what is loaded, that import no framework: a look at each of their values takes time."""
+"""Packages that import no framework: most loaded modules are theirs, and reading all their values is slow."""
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

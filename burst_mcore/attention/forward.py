@@ -108,16 +108,17 @@ class _Forward:
             queries, keys = relative_to(stored, tile.q), relative_to(rows, tile.k)
             tensors = gather(q, queries), gather(k, keys), gather(v, keys)
             inputs = *tensors, tile.pattern, scores
-            running, found = softmax.running(queries) if kernel.in_place else None, list[Tensor]()
+            running = softmax.running(queries) if kernel.in_place else None
+            largest: list[Tensor] = []  # of kernels that have the largest scores in passing
             if kernel.in_place and running:
                 out, lse, fresh = running
                 kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
             else:
-                out, lse, *found = kernel.forward(*inputs)
+                out, lse, *largest = kernel.forward(*inputs)
                 softmax.add(queries, out, lse)
             if self.max_logit is not None:
-                most = found[0] if found else kernel.max_logit(*inputs)
-                self.max_logit = self.max_logit.maximum(most)
+                of_tile = largest[0] if largest else kernel.max_logit(*inputs)
+                self.max_logit = self.max_logit.maximum(of_tile)
         if self.keys_of.expands and self.call.is_last(Pass.FORWARD, action):
             self.keys_of.close(action.source, gradients=False)
 
