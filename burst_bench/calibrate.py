@@ -126,7 +126,7 @@ def measured(world: World, node: int, repeats: int) -> Rates:
     shard = share_of(sizes.tiles[-1], sizes.heads, sizes.heads, sizes.head_dim)
     forward, backward = _kernel(world, sizes, repeats)
     source = torch.zeros(sizes.copied // 4, device=world.device)
-    copy = _least(partial(torch.empty_like(source).copy_, source), world, repeats)
+    copy = least(partial(torch.empty_like(source).copy_, source), world, repeats)
     within = list(range(world.rank // node * node, world.rank // node * node + node))
     across = list(range(world.rank % node, world.size, node))
     near = _link(world, within, repeats) if node > 1 else None
@@ -162,8 +162,8 @@ def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:
         tensors = torch.randn(4, 1, n, heads, dim, device=world.device).to(sizes.dtype)
         q, k, v, dout = tensors.unbind()
         pattern = Pattern((n, n))
-        alone = _least(partial(kernel.forward, q, k, v, pattern, scores_of(q)), world, repeats)
-        both = _least(partial(both_ways, kernel, pattern, q, k, v, dout), world, repeats)
+        alone = least(partial(kernel.forward, q, k, v, pattern, scores_of(q)), world, repeats)
+        both = least(partial(both_ways, kernel, pattern, q, k, v, dout), world, repeats)
         forward.append((float(n), alone / n))
         backward.append((float(n), max(both - alone, alone) / n))
     return Line.through(*forward), Line.through(*backward)
@@ -186,7 +186,7 @@ def _line_of(transfer: Callable[[Tensor], object], world: World, repeats: int) -
     """Return the seconds of a transfer by the bytes that a rank sends."""
     messages = [torch.zeros(size // 4, device=world.device) for size in SIZES[world.device].messages]
     first, second = (
-        (float(message.nbytes), _least(partial(transfer, message), world, repeats)) for message in messages
+        (float(message.nbytes), least(partial(transfer, message), world, repeats)) for message in messages
     )
     return Line.through(first, second)
 
@@ -211,7 +211,7 @@ def _exchange(rank: int, members: Sequence[int], message: Tensor) -> None:
         work.wait()
 
 
-def _least(call: Callable[[], object], world: World, repeats: int) -> float:
+def least(call: Callable[[], object], world: World, repeats: int) -> float:
     """Return the least seconds of a call that all ranks make together, the largest of all ranks each time."""
     wait: Callable[[], None] = torch.cuda.synchronize if world.device == "cuda" else lambda: None
     least = math.inf

@@ -71,15 +71,9 @@ def bare_kernel(
     return partial(call, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
 
 
-def refusal(problem: LayerProblem) -> str | None:
-    """Why the bare kernel cannot take the problem in one call; None if it can."""
-    if problem.seen in (Mask.causal(), Mask.full()) or problem.seq <= TABLE_TOKENS:
-        return None
-    return (
-        f"the bare kernel, which methods are measured beside, takes mask {problem.mask!r} as a table of "
-        f"queries x keys, over at most {TABLE_TOKENS} tokens, got {problem.seq}: use a shorter sequence, "
-        f"or causal or full"
-    )
+def takes_whole(problem: LayerProblem) -> bool:
+    """Return whether the bare kernel can take the problem in one call."""
+    return problem.seen in (Mask.causal(), Mask.full()) or problem.seq <= TABLE_TOKENS
 
 
 def _table(problem: LayerProblem) -> Pattern:

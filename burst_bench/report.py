@@ -1,4 +1,4 @@
-"""Results for people: a table for each case, the bars, and pictures."""
+"""Results for people: a table for each case, the bars, and a curve."""
 
 from __future__ import annotations
 
@@ -70,20 +70,14 @@ def _cell(samples: Sequence[float], meter: str) -> str:
     return f"{value} +-{spread:.0%}" if spread >= 0.01 else value
 
 
-def save_bars(results: Results, path: Path) -> None:
-    """Write a PNG: every figure that has a bar, over the bar."""
-    panel = _panel(f"{results.subject}: measured over the bar", len(results.bars))
-    names = [f"{b.case}: {b.claim} ({'at most' if b.at_most else 'at least'})" for b in results.bars]
-    colors = ["#4c72b0" if b.reached else "#dd8452" for b in results.bars]
-    panel.barh(names, [b.value / (b.bound or 1) for b in results.bars], color=colors)
-    panel.axvline(1, color="#c44e52", linewidth=2)
-    panel.invert_yaxis()
-    panel.figure.savefig(path, dpi=110)
-
-
 def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
     """Write a PNG: medians of the second meter against those of the first, a point for each method."""
-    panel = _panel(f"{results.subject}: {', '.join(results.tables)}", 12)
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(10, 5), layout="constrained")
+    panel: Any = picture.subplots()
+    panel.set_title(f"{results.subject}: {', '.join(results.tables)}", fontsize=10)
+    panel.grid(alpha=0.3)
     scales, titles = zip(*map(_shown, meters), strict=True)
     for table in results.tables.values():
         across, up = map(table.column, meters)
@@ -93,27 +87,14 @@ def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
             panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
     panel.set(xlabel=titles[0], ylabel=titles[1])
     panel.margins(x=0.2, y=0.1)
-    panel.figure.savefig(path, dpi=120)
-
-
-def _panel(title: str, rows: int) -> Any:
-    from matplotlib.figure import Figure
-
-    panel = Figure(figsize=(10, 1.5 + 0.3 * rows), layout="constrained").subplots()
-    panel.set_title(title, fontsize=10)
-    panel.grid(alpha=0.3)
-    return panel
+    picture.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Print a file of results, and draw its bars beside it: python -m burst_bench.report FILE."""
+    """Print a file of results: python -m burst_bench.report FILE."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("results", type=Path)
-    path: Path = parser.parse_args().results
-    results = read(path)
-    print(report(results))  # noqa: T201
-    if results.bars:
-        save_bars(results, path.with_suffix(".png"))
+    print(report(read(parser.parse_args().results)))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The methods that are compared: each file, when imported, adds rows to METHODS, by what a method does.
 
-attention     the kind "attention" attends over a sharded sequence: ours and an all-gather; `sharded` is the
-              form of its methods, `peers` has those of other projects, torch's context_parallel among them
+attention     the kind "attention" attends over a sharded sequence: ours, and DeepSpeed's Ulysses; `sharded`
+              is the form of its methods, `peers` has torch's context_parallel, and libraries for GPUs
 heads         the kind "heads": LM heads with their loss
 layers        the kind "layers": ways to checkpoint the layers of a model
 kernels       the kind "kernels": local attention kernels, and calls of one with nothing around it

@@ -185,7 +185,10 @@ add(
         "torch-ring", partial(_torch, travels="ring"), _needs, ours=False,
         row={"method": "ring", "variant": "zigzag"},
     ),
-    Method("torch-gather", partial(_torch, travels="gather"), _needs, ours=False),
+    Method(
+        "torch-gather", partial(_torch, travels="gather"), _needs, ours=False,
+        row={"method": "all-gather", "variant": "zigzag"},
+    ),
     *(
         Method(
             f"te-{comm}", partial(_megatron, comm=comm), partial(_te_needs, comm=comm), ours=False,

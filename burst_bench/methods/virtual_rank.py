@@ -1,8 +1,8 @@
 """One rank's share of a ring on one GPU: bundles arrive by asynchronous copies instead of from neighbours.
 
 What is real: the rank's program, its kernels, merging, accumulation, streams and waits, and copies of the
-bytes that a network would bring, from memory of the device, or from pinned host memory over PCIe as a
-stand-in for a network card. What is not: the values that arrive, and anybody at the other end.
+bytes that a network would bring, from memory of the device. What is not: the values that arrive, and anybody
+at the other end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import wide
 
-FROM = ("device", "host", "nowhere")
+FROM = ("device", "nowhere")
 """Where bundles come from; "nowhere": memory that is used as a buffer is filled the first time and left as it
 is from then on, for a ring without communication."""
 
@@ -43,8 +43,8 @@ class Copies:
     def __init__(self, source: str, device: torch.device) -> None:
         if source not in FROM:
             raise ValueError(f"bundles come from one of {', '.join(FROM)}, not {source!r}")
-        self._source, self._cuda = source, device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._source = source
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._filled: set[tuple[object, ...]] = set()
         self.abandoned: list[object] = []
@@ -86,9 +86,7 @@ class Copies:
         """Return the arriving values: random numbers, made once for each shape and place in a bundle."""
         key = x.shape, x.dtype, index
         if key not in self._kept:
-            values = torch.randn(x.shape, device=x.device).to(x.dtype)
-            host = self._source == "host" and self._cuda
-            self._kept[key] = values.cpu().pin_memory() if host else values
+            self._kept[key] = torch.randn(x.shape, device=x.device).to(x.dtype)
         return self._kept[key]
 
 

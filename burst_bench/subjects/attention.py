@@ -24,16 +24,11 @@ class AttentionCase(RingCase):
 
     subject = "attention"
     kind = "attention"
-    default = ("burst", "all-gather", "deepspeed-ulysses")
+    default = ("burst", "torch-gather", "deepspeed-ulysses")
     devices = ("cpu", "cuda")
     joined = True
 
     passes: str = one_of("fwd+bwd", ("fwd", "fwd+bwd"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (reason := gate.refusal(self)) is not None:
-            raise ValueError(reason)
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, AttentionCase]:
@@ -41,7 +36,7 @@ class AttentionCase(RingCase):
 
     def prepare(self, world: World) -> Stage:
         trial = partial(ring_trial, self, world, passes=self.passes)
-        if world.device == "cuda":  # the sequence may be too long for one
+        if world.device == "cuda" or not gate.takes_whole(self):  # the sequence may be too long for one
             return Stage(trial)
         kernel = on_first(world, partial(gate.bare_kernel(self, passes=self.passes), *self.tensors()))
         return Stage(trial, {"kernel": kernel})

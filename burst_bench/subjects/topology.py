@@ -7,17 +7,15 @@ wait in its place, as long as its FLOPs take at a given rate, since two cores ca
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from burst_bench.calibrate import hop
+from burst_bench.calibrate import hop, least
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, in_words, one_of
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
@@ -161,7 +159,8 @@ class ClusterCase(Case):
         return [Method(name) for name in (AUTO, *map(settings_of, ways))]
 
     def prepare(self, world: World) -> Stage:
-        latency = hop_seconds(world)
+        around = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        latency = least(partial(hop, around, torch.zeros(16)), world, repeats=20)
         KERNELS["timed"] = timed_kernel(self.compute)
         choose.cache_clear()  # kernels and calls that are remembered name the kernel of the case before
         call_of.cache_clear()
@@ -258,20 +257,6 @@ def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]
 def predicted(case: ClusterCase, way: str, latency: float) -> float:
     """Seconds that a way takes by today's cost model."""
     return best(costed(case, way, latency)).seconds
-
-
-def hop_seconds(world: World) -> float:
-    """Return the seconds of a hop around all ranks with a message of a few bytes."""
-    ends = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    message, seconds = torch.zeros(16), list[float]()
-    for _ in range(20):
-        dist.barrier()
-        start = time.perf_counter()
-        hop(ends, message)
-        seconds.append(time.perf_counter() - start)
-    median = torch.tensor(statistics.median(seconds), dtype=torch.float64)
-    dist.all_reduce(median)
-    return median.item() / world.size
 
 
 def timed_kernel(rate: float) -> Kernel:

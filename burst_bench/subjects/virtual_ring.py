@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -145,12 +145,7 @@ def launches(step: TimedStep, world: World) -> int:
 
 def least_seconds(step: TimedStep) -> float:
     """Return the least seconds of a step on the host, of several."""
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timeit.repeat(step, number=1))
 
 
 def both(forward: TimedStep, backward: TimedStep, ahead: bool = False) -> Trial:

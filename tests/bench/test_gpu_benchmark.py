@@ -83,7 +83,7 @@ def test_the_passes_around_kernels_move_their_bytes(tmp_path):
         assert table[name, "GB/s"] == pytest.approx(rates)
 
 
-@pytest.mark.parametrize(("size", "source", "direction"), [(1, "device", "query"), (4, "host", "kv")])
+@pytest.mark.parametrize(("size", "source", "direction"), [(1, "device", "query"), (4, "nowhere", "kv")])
 def test_a_virtual_ring_is_measured_beside_its_kernel_and_itself(size, source, direction, tmp_path):
     case = f"size={size}; source={source}; direction={direction}; {SMALL}"
     status, results = _measured("virtual-ring", tmp_path, case)

@@ -33,7 +33,7 @@ def _rows(*words):
 
 def test_rows_of_a_run_are_read_and_predicted(tmp_path):
     file, out, rates = (tmp_path / name for name in ("rows.json", "a.json", "rates.json"))
-    for passes, methods in (("fwd+bwd", "burst,ring,all-gather,torch-ring"), ("fwd", "ring")):
+    for passes, methods in (("fwd+bwd", "burst,ring,torch-gather,torch-ring"), ("fwd", "ring")):
         case = f"{CASE}; passes={passes}"
         words = ["--methods", methods, "--repeats", "2", "--out", out, "--record", file]
         done = _run("bench", "attention", "--case", case, *words)

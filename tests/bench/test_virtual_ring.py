@@ -188,7 +188,7 @@ def test_from_nowhere_memory_is_filled_once():
 
 
 def test_an_unknown_source_is_refused():
-    with pytest.raises(ValueError, match="device, host, nowhere, not 'moon'"):
+    with pytest.raises(ValueError, match="device, nowhere, not 'moon'"):
         _rank(2, source="moon")
 
 
