@@ -26,7 +26,7 @@ from burst_plan.step.attention import LAYOUTS, UNSCATTERED, attention
 from burst_plan.step.figures import Cluster, step
 from burst_plan.step.memory import shard_of, stack
 from burst_plan.step.model import PRESETS, from_config, model_of
-from burst_plan.step.model.mixers import NONE, _lightning, _linear_unit
+from burst_plan.step.model.mixers import CHUNK, NONE, _lightning, _linear_unit
 from burst_plan.step.parts import layers
 from burst_plan.step.planned import planned, text
 from burst_plan.step.recurrence import exchanges, work
@@ -121,8 +121,8 @@ def _solved(system, right, *_, **__):
 
 @pytest.mark.parametrize(
     "name",
-    "qwen3_5_text olmo_hybrid bamba falcon_h1 lfm2 lfm3 mamba2 zamba2 mamba falcon_mamba jamba zamba minimax "
-    "recurrent_gemma".split(),
+    "qwen3_5_text olmo_hybrid kimi_linear bailing_hybrid bamba falcon_h1 lfm2 lfm3 mamba2 zamba2 mamba "
+    "falcon_mamba jamba zamba minimax recurrent_gemma".split(),
 )
 def test_flops_are_those_that_torch_counts(name):
     """A forward with eager attention, which computes all pairs; each head of Mamba 2 has its B and C."""
@@ -154,11 +154,14 @@ def in_torch(config, mixer, tokens):
     """Multiply-adds of transformers' torch code beyond those of a kernel.
 
     Of Mamba 2 a scan over chunks, which kernels do as they go. Of Mamba 1 and of linear units torch counts
-    the product of states and C alone: the others are elementwise.
+    the product of states and C alone: the others are elementwise. So are two products of Kimi's keys, within
+    chunks.
     """
     if mixer.kind == "Mamba 2":
         chunk = getattr(config, "mamba_chunk_size", getattr(config, "chunk_size", tokens))
         return (tokens // chunk + 1) ** 2 * mixer.recurrence.state
+    if mixer.kind == "Kimi delta attention":
+        return -tokens * 2 * CHUNK * mixer.channels // 3
     products = {"Mamba 1": mixer.recurrence.state, "linear unit": 0}
     return tokens * (products.get(mixer.kind, mixer.recurrence.kernel) - mixer.recurrence.kernel)
 
