@@ -122,12 +122,11 @@ def _of_gpus(name):
     return module
 
 
-@pytest.mark.parametrize("source", ["device", "host"])
-def test_the_streams_of_virtual_ranks_as_tests_on_gpus_run_them(source, monkeypatch):
+def test_the_streams_of_virtual_ranks_as_tests_on_gpus_run_them(monkeypatch):
     module = _of_gpus("test_rings_on_gpu")
     few = module._shard(32, 2)
     monkeypatch.setattr(module, "_shard", lambda tokens, heads: few)
-    ranks.run(1, lambda rank: module.test_a_virtual_rank_gives_the_same_every_time(source))
+    ranks.run(1, lambda rank: module.test_a_virtual_rank_gives_the_same_every_time())
     assert not CHECKER.findings
 
 

@@ -81,10 +81,9 @@ def _shard(tokens, heads):
     )
 
 
-@pytest.mark.parametrize("source", ["device", "host"])
-def test_a_virtual_rank_gives_the_same_every_time(source):
+def test_a_virtual_rank_gives_the_same_every_time():
     # Copies on another stream into buffers that are used again: a missing wait would show as a difference.
-    rank = VirtualRank(_shard(2048, 8), 4, mask=Mask.causal(), source=source)
+    rank = VirtualRank(_shard(2048, 8), 4, mask=Mask.causal(), source="device")
     runs = []
     for _ in range(4):
         done = rank.forward()
