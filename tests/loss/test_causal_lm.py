@@ -459,9 +459,13 @@ def _trained_by_zero3(deepspeed, rank, name):
     return losses, gradients
 
 
-def test_zero3(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [["Llama"], pytest.param(["Qwen2", "Mixtral"], marks=pytest.mark.slow)],
+    ids=["plain", "tied, and with a loss that is added in place"],
+)
+def test_zero3(names, tmp_path):
     pytest.importorskip("deepspeed")  # imported here, once for both ranks
-    names = ["Llama", "Qwen2", "Mixtral"]  # plain, tied, and with a loss that is added in place
     ranks = processes(2, _zero3, names, str(tmp_path))
     for name, *trained in zip(names, *ranks, strict=True):
         model = build(name)

@@ -27,11 +27,12 @@ from burst_mcore import BurstConfig, shard
 from burst_mcore.megatron import layouts
 from burst_mcore.megatron.layouts import use_layout
 
-LAYOUTS = ["contiguous", "stacked-zigzag:2", "striped", "block-striped:16"]
+SLOW = pytest.mark.slow
+LAYOUTS = ["contiguous", "stacked-zigzag:2", "striped", pytest.param("block-striped:16", marks=SLOW)]
 
 
 @pytest.mark.proves("GPT", "other layouts at CP 2 and 4")
-@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=SLOW), 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gpt(layout, cp):
     assert_equal(step(Case(cp=cp, layout=layout, backward="query")), default())

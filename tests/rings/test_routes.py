@@ -33,7 +33,7 @@ from burst_mcore.attention.shard import Shard
 
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 CLUSTERS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]
-SLOW = {(3, 1), (1, 4), (4, 1), (2, 3), (2, 4), (4, 2)}
+SLOW = {(3, 1), (1, 4), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)}
 FEW = {(2, 3): "mqa", (3, 2): "mha", (2, 4): "gqa"}
 """Clusters on which one kind of heads is enough, where all kinds run on smaller ones."""
 
