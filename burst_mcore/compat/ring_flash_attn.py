@@ -56,20 +56,21 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: dist.Proces
     """Say which documents the whole row of the next forwards has.
 
     Args:
-        cu_seqlens: ends of the documents, from 0 to the number of tokens, padding included.
+        cu_seqlens: ends of the documents, from 0 to the number of tokens. Tokens behind the last end, up to
+            the next multiple of the ranks, are padding: axolotl pads a row after this call.
         process_group: as in `substitute_hf_flash_attn`.
 
     Raises:
-        ValueError: cu_seqlens do not ascend from 0, or their last is not a multiple of the ranks.
+        ValueError: cu_seqlens do not ascend from 0.
     """
     ends = [int(end) for end in cu_seqlens.flatten().tolist()]
-    size = dist.get_world_size(process_group)
-    if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] == 0 or ends[-1] % size:
+    if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] == 0:
         raise ValueError(
-            f"cu_seqlens must ascend from 0 to a number of tokens that {size} ranks share evenly, "
+            "cu_seqlens must ascend from 0 to the number of tokens of the whole row, "
             f"got {ends[:8]}{' ...' if len(ends) > 8 else ''} to {ends[-1:]}"
         )
-    _State.ends = tuple(dict.fromkeys(ends))
+    padded = ends[-1] + -ends[-1] % dist.get_world_size(process_group)
+    _State.ends = tuple(dict.fromkeys([*ends, padded]))
 
 
 def use_ring_attn(flag: bool) -> None:

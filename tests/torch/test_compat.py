@@ -64,11 +64,22 @@ def _as_a_stack_calls(rank, size, kind):
     model, ids, *found = _of_a_part(rank, size, kind)
     with pytest.raises(ValueError, match=r"2 rows of 7 tokens on each of 2 ranks: pack documents"):
         model(input_ids=ids[:, :14].view(2, 7), use_cache=False)
-    with pytest.raises(ValueError, match=r"cu_seqlens must ascend from 0 .* 2 ranks share evenly"):
-        update_ring_flash_attn_params(torch.tensor([0, 7]), group)
+    with pytest.raises(ValueError, match=r"cu_seqlens must ascend from 0 to the number of tokens"):
+        update_ring_flash_attn_params(torch.tensor([1, 8]), group)
     use_ring_attn(False)
     with pytest.raises(Exception, match="kernels|flash"):  # transformers' own, which is not here
         model(input_ids=ids[:, :15], use_cache=False)
+    return found
+
+
+def _as_axolotl_calls(rank, size, kind):
+    """As its hook does before each forward: ends by the positions that restart, and padding after that."""
+    substitute_hf_flash_attn(process_group=dist.group.WORLD, heads_k_stride=1)
+    positions = _packed()[2][0]
+    starts = (positions == 0).nonzero().flatten()
+    cu_seqlens = torch.cat([starts, torch.tensor([len(positions)])]).to(torch.int32)
+    update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
+    _, _, *found = _of_a_part(rank, size, kind)
     return found
 
 
@@ -114,6 +125,7 @@ SINKS = {"kind": "GptOss", "sliding_window": 4}
     ("seam", "kind"),
     [
         (_as_a_stack_calls, {"kind": "Qwen3"}),
+        (_as_axolotl_calls, {"kind": "Llama"}),
         (_by_the_recipe, GEMMA),
         (_by_the_recipe, SINKS),
         *(
