@@ -203,6 +203,11 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
         spec: ModuleSpec = self._resolve(core_transformer_config_from_args(arguments.megatron_arguments()))
         return spec
 
+    def __call__(self, args: Any, config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
+        """Return the spec for `config`: slime calls what `--spec` names, if it can be called."""
+        spec: ModuleSpec = self._resolve(config)
+        return spec
+
     @property
     def submodules(self) -> Any:
         """The submodules of the resolved spec."""

@@ -423,6 +423,21 @@ def _spec_without_arguments():
         _ = burst_layer_spec.submodules
 
 
+def _spec_that_is_called():
+    from burst_mcore.megatron.core_attention import BurstCoreAttention
+    from burst_mcore.megatron.spec import burst_layer_spec
+
+    config = transformer_config(Case(fields=(("qk_layernorm", True),)))
+    assert callable(burst_layer_spec)  # slime's condition, and its call
+    attention = burst_layer_spec(None, config, None).submodules.self_attention.submodules
+    assert attention.core_attention.module is BurstCoreAttention
+    assert attention.q_layernorm.__name__ != "IdentityOp"  # by this config, not by Megatron's arguments
+
+
+def test_the_spec_can_be_called_as_a_function_that_makes_specs():
+    in_megatron(_spec_that_is_called)
+
+
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_a_norm_fused_into_the_up_projection_of_mla_is_applied(normalization, zero_centered):
