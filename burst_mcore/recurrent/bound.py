@@ -184,67 +184,33 @@ def _convolution(
 
 
 def _delta(
-    original: Function,
-    rows: Rows,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    original: Function, rows: Rows, *qkv: Tensor, g: Tensor, beta: Tensor, **given: Any
 ) -> tuple[Tensor, None]:
     """fla's chunk_gated_delta_rule and chunk_kda."""
-    _refuse_cache(initial_state, output_final_state)
-    kernel = kernels.delta_rule(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-    return _recurrence(kernel, rows, (query, key, value, g, beta)), None
+    _refuse_cache(given, kernels.LAST)
+    normed = given.get("use_qk_l2norm_in_kernel", False)
+    kernel = kernels.delta_rule(original, use_qk_l2norm_in_kernel=normed)
+    return _recurrence(kernel, rows, (*qkv, g, beta)), None
 
 
-def _mamba2(
-    original: Function,
-    rows: Rows,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **_: Any,
-) -> Tensor:
+def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **given: Any) -> Tensor:
     """mamba-ssm's mamba_chunk_scan_combined."""
-    _refuse_cache(initial_states, return_final_states)
-    if z is not None:
+    x, dt, A, B, C = tensors
+    _refuse_cache(given, kernels.LASTS)
+    if given.get("z") is not None:
         raise ValueError("a gate z within Mamba 2's scan is not served over shards: gate its outputs")
-    kernel = kernels.mamba2(
-        original, A, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit, chunk_size=chunk_size, D=D
-    )
-    return _recurrence(kernel, rows, (hidden_states, dt, B, C))
+    names = [name for name in ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit") if name in given]
+    kernel = kernels.mamba2(original, A, **{name: given[name] for name in names})
+    return _recurrence(kernel, rows, (x, dt, B, C))
 
 
 def _mamba1(
-    original: Function,
-    rows: Rows,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None = None,
-    return_last_state: bool = False,
-    **options: Any,
+    original: Function, rows: Rows, *tensors: Tensor, z: Tensor | None = None, **given: Any
 ) -> Tensor:
     """mamba-ssm's selective_scan_fn."""
-    _refuse_cache(None, return_last_state)
-    out = _recurrence(kernels.mamba1(original, A, **options), rows, (hidden_states, dt, B, C))
+    u, dt, A, B, C = tensors
+    _refuse_cache(given, ("", "return_last_state"))
+    out = _recurrence(kernels.mamba1(original, A, **given), rows, (u, dt, B, C))
     return out if z is None else out * silu(z)
 
 
@@ -322,8 +288,9 @@ def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, kern
         yield shards, tuple(x if len(rows) == 1 else x[row : row + 1] for x in tensors)
 
 
-def _refuse_cache(state: Tensor | None, wants_final: bool) -> None:
-    if state is not None or wants_final:
+def _refuse_cache(given: dict[str, Any], names: tuple[str, str]) -> None:
+    state, wants_final = names
+    if given.pop(state, None) is not None or given.pop(wants_final, False):
         raise ValueError(
             "a cache in a forward over shards or packed documents is not served: each rank would keep the "
             "state of its shard alone. Set use_cache=False"

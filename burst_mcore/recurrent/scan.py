@@ -9,7 +9,7 @@ maps of the first level. A map that begins with the chain is a state alone: half
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -48,16 +48,15 @@ class _Writer:
 
     def __init__(self, size: int, channel: Channel) -> None:
         self.channel, self.steps = channel, 0
-        self._sends: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(size)]
-        self._recvs: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(size)]
-        self._composes: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(size)]
+        self._steps = [defaultdict[int, list[Action]](list) for _ in range(size)]
+        """The actions of each rank, by step."""
         self._holds: set[tuple[int, Span]] = set()
 
     def send(self, step: int, span: Span, source: int, target: int) -> None:
         """Let a rank send a span to another, unless that one has it."""
         if source != target and (target, span) not in self._holds:
-            self._sends[source][step].append(Send(step, self.channel, str(span), target))
-            self._recvs[target][step].append(Recv(step, self.channel, str(span), source))
+            self._steps[source][step].append(Send(step, self.channel, str(span), target))
+            self._steps[target][step].append(Recv(step, self.channel, str(span), source))
         self._holds.add((target, span))
 
     def compose(self, step: int, rank: int, earlier: Span, later: Span | None) -> Span:
@@ -66,21 +65,20 @@ class _Writer:
             return earlier
         action = Compose(step, earlier, later)
         if (rank, action.span) not in self._holds:
-            self._composes[rank][step].append(action)
+            self._steps[rank][step].append(action)
             self._holds.add((rank, action.span))
         return action.span
 
     def programs(self) -> tuple[tuple[Action, ...], ...]:
         """Return each rank's program: in each step the messages, one wait, and the compositions."""
-        return tuple(map(self._program, range(len(self._sends))))
+        return tuple(map(self._program, self._steps))
 
-    def _program(self, rank: int) -> tuple[Action, ...]:
-        recvs, sends, composes = self._recvs[rank], self._sends[rank], self._composes[rank]
+    def _program(self, steps: dict[int, list[Action]]) -> tuple[Action, ...]:
         program: list[Action] = []
-        for step in sorted({*recvs, *sends, *composes}):
-            messages = [*recvs.get(step, ()), *sends.get(step, ())]
+        for step, actions in sorted(steps.items()):
+            messages = [x for kind in (Recv, Send) for x in actions if isinstance(x, kind)]
             program += [*messages, Wait(step, self.channel)] if messages else []
-            program += composes.get(step, ())
+            program += [x for x in actions if isinstance(x, Compose)]
         return tuple(program)
 
 
@@ -147,15 +145,14 @@ class _Level:
         before: list[Span | None] = [None] * len(own)
         reached = list(own)  # the map up to and with each one, from as far as is known
         reach, step = 1, first
-        compose: Callable[..., Span] = self.writer.compose
         while reach < len(own):
             sent = [(to, reached[to - reach]) for to in range(reach, len(own))]
             for to, span in sent:
                 self.writer.send(step, span, owners[to - reach], owners[to])
             for to, span in sent:
-                before[to] = compose(step, owners[to], span, before[to])
+                before[to] = self.writer.compose(step, owners[to], span, before[to])
                 is_last = to == len(own) - 1
                 if to + 2 * reach < len(own) or (is_last and wants_total):
-                    reached[to] = compose(step, owners[to], span, reached[to])
+                    reached[to] = self.writer.compose(step, owners[to], span, reached[to])
             reach, step = 2 * reach, step + 1
         return before, reached[-1], step
