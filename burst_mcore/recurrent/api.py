@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.dtypes import wide
-from burst_mcore.recurrent.exchange import States, halo_of, starts_of
+from burst_mcore.recurrent.exchange import States, halo_of, resized, starts_of
 from burst_mcore.recurrent.kernels import Recurrence, Tensors
 from burst_mcore.recurrent.sequence import Shards
 
@@ -49,7 +49,7 @@ def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     starts: list[Tensor] = []
     tie: Tensor | None = None
     roots = (*tensors, *kernel.parameters)
-    if not shards.scan().is_empty:
+    if any(shards.scan().programs):
         like = tensors[kernel.like]
         shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
         trains = any(x.requires_grad for x in (*decays, *finals, *roots))
@@ -85,9 +85,8 @@ def convolution(
     own, reach = shards.own, width - 1
     if own and (reach == 0 or len(own) == shards.topology.size == 1):
         return convolve(x)
-    shape = list(x.shape)
-    shape[dim] = reach * len(own)
-    halo = x.new_zeros(shape) if shards.halo(reach).is_empty else halo_of(x, dim, shards, reach)
+    some = any(shards.halo(reach).programs)
+    halo = halo_of(x, dim, shards, reach) if some else x.new_zeros(resized(x, dim, reach * len(own)))
     if not own:
         return x + halo.sum().to(x.dtype)
     parts, kept, start = [], [], 0

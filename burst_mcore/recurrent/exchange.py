@@ -1,4 +1,4 @@
-"""Runs the programs of scans and halos, with gradients: the same messages the other way round."""
+"""Runs the programs of scans and of rows, with gradients: the same messages the other way round."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.runtime.executor import Bundle, Transport
 from burst_mcore.attention.schedule.actions import Recv, Send, Wait
+from burst_mcore.dtypes import wide
 from burst_mcore.recurrent.halo import turned
 from burst_mcore.recurrent.maps import Algebra, Map
 from burst_mcore.recurrent.programs import Action, Compose, Copy, Program, Span
@@ -146,7 +147,7 @@ def _posted(
             except RuntimeError as error:
                 peers = sorted({message.peer for message, _ in hop})
                 raise RuntimeError(
-                    f"an exchange of states or halos: the {action.channel} messages of step {action.step} "
+                    f"an exchange of states or tokens: the {action.channel} messages of step {action.step} "
                     f"with ranks {peers} failed: a rank is gone or did not come in time; see for the first "
                     f"error among the other ranks ({error})"
                 ) from error
@@ -155,60 +156,96 @@ def _posted(
             yield action
 
 
-def halo_of(x: Tensor, dim: int, shards: Shards, reach: int) -> Tensor:
-    """Return the halo of this rank: along `dim`, `reach` rows of their document before each fragment."""
-    halo: Tensor = _Halo.apply(x, dim, shards, reach)  # type: ignore[no-untyped-call]
-    return halo
+def _all(tensors: Bundle, _: int) -> Bundle:
+    return tensors
 
 
-class _Halo(torch.autograd.Function):
+@dataclass(frozen=True)
+class Moves:
+    """Rows of tensors that go from the shards to other tensors, and back; gradients go the other way."""
+
+    name: str
+    shards: Shards
+    dim: int
+    """Of rows."""
+    program: Program
+    """Of this rank, forth."""
+    shapes: tuple[Sequence[Sequence[int]], ...]
+    """Of this rank's tensors there, and of its shards."""
+    share: Callable[[Bundle, int], Bundle] = _all
+    """Returns what of the shards goes to a rank, and comes back from there."""
+    summed: tuple[bool, ...] = (False,)
+    """By tensor, whether several ranks get the same: what they send back is summed in float32, at least."""
+
+    def carried(self, tensors: Bundle, pass_: str, back: bool) -> Bundle:
+        """Return the tensors there, zero where no row goes, or `back` the sums of what comes back to shards.
+
+        Raises:
+            ValueError, RuntimeError: as `Shards.exchanging`.
+        """
+        dim, rank = self.dim, self.shards.topology.rank
+        sent, placed = (_all, self.share) if back else (self.share, _all)
+        came: list[tuple[int, range, Bundle]] = []
+
+        def bundle(action: Send | Recv) -> Bundle:
+            rows = [] if action.rows is None else list(action.rows)
+            if isinstance(action, Send):
+                xs = ([_part(x, dim, each) for each in rows] for x in sent(tensors, action.peer))
+                return tuple(torch.cat(x, dim).contiguous() for x in xs)
+            lengths = [*map(len, rows)]
+            rooms = tuple(x.new_empty(resized(x, dim, sum(lengths))) for x in sent(tensors, rank))
+            parts = zip(*(room.split(lengths, dim) for room in rooms), strict=True)
+            came.extend((action.peer, *each) for each in zip(rows, parts, strict=True))
+            return rooms
+
+        signature = {
+            "pass": f"{pass_} of {self.name}{' back' * back}",
+            "shapes": ", ".join(f"{resized(x, dim, -1)} {x.dtype}" for x in tensors),
+            "needs gradients": str(any(x.requires_grad for x in tensors)),
+        }
+        with self.shards.exchanging(signature) as transport:
+            program = turned(self.program) if back else self.program
+            for action in _posted(program, transport, bundle):
+                assert isinstance(action, Copy)
+                own = tuple(_part(x, dim, action.rows) for x in sent(tensors, rank))
+                came.append((rank, action.into, own))
+        outs: Bundle = ()
+        for x, shape, summed in zip(tensors, self.shapes[back], self.summed, strict=True):
+            outs += (x.new_zeros(shape, dtype=wide(x.dtype) if back and summed else x.dtype),)
+        for peer, rows, parts in came:
+            for out, each in zip(placed(outs, peer), parts, strict=True):
+                _part(out, dim, rows).add_(each)
+        return tuple(out.to(x.dtype) for out, x in zip(outs, tensors, strict=True))
+
+
+class Moved(torch.autograd.Function):
+    """Tensors there from those of the shards, or back."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, shards: Shards, reach: int) -> Tensor:
-        ctx.dim, ctx.shards, ctx.reach, ctx.shape = dim, shards, reach, x.shape
-        shape = list(x.shape)
-        shape[dim] = reach * len(shards.own)
-        halo = x.new_zeros(shape)
-        program = shards.halo(reach).programs[shards.topology.rank]
-        with shards.exchanging(_signature("forward", x, dim, reach)) as transport:
-            for rows, part in _moved(program, transport, x, dim):
-                _part(halo, dim, rows).copy_(part)
-        return halo
+    def forward(ctx: Any, moves: Moves, back: bool, *tensors: Tensor) -> Bundle:
+        ctx.moves, ctx.back = moves, back
+        return moves.carried(tensors, "forward", back)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        dim, shards, total = ctx.dim, ctx.shards, gradient.new_zeros(ctx.shape)
-        program = turned(shards.halo(ctx.reach).programs[shards.topology.rank])
-        with shards.exchanging(_signature("backward", gradient, dim, ctx.reach)) as transport:
-            for rows, part in _moved(program, transport, gradient, dim):
-                _part(total, dim, rows).add_(part)
-        return total, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.moves.carried(gradients, "backward", not ctx.back)
 
 
-def _moved(program: Program, transport: Transport, x: Tensor, dim: int) -> Iterator[tuple[range, Tensor]]:
-    """Send rows of x as a program of a halo says; yield (rows, values) of all that came or is copied."""
-    received: list[tuple[range, Tensor]] = []
-
-    def bundle(action: Send | Recv) -> Bundle:
-        rows = [] if action.rows is None else list(action.rows)
-        if isinstance(action, Send):
-            return (torch.cat([_part(x, dim, each) for each in rows], dim).contiguous(),)
-        shape = list(x.shape)
-        shape[dim] = sum(map(len, rows))
-        room = x.new_empty(shape)
-        received.extend(zip(rows, room.split([*map(len, rows)], dim), strict=True))
-        return (room,)
-
-    for action in _posted(program, transport, bundle):
-        assert isinstance(action, Copy)
-        yield action.into, _part(x, dim, action.rows)
-    yield from received
-
-
-def _signature(pass_: str, x: Tensor, dim: int, reach: int) -> Signature:
-    others = [size for number, size in enumerate(x.shape) if number != dim % x.dim()]
-    return {"pass": f"{pass_} of a halo", "reach": str(reach), "shapes": f"{others}, {x.dtype}"}
+def halo_of(x: Tensor, dim: int, shards: Shards, reach: int) -> Tensor:
+    """Return the halo of this rank: along `dim`, `reach` rows of their document before each fragment."""
+    shapes = [resized(x, dim, reach * len(shards.own))], [x.shape]
+    program = shards.halo(reach).programs[shards.topology.rank]
+    moves = Moves(f"a halo of {reach} rows", shards, dim, program, shapes)
+    return Moved.apply(moves, False, x)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _part(x: Tensor, dim: int, rows: range) -> Tensor:
-    return x.narrow(dim, rows.start, len(rows))
+    return x[(*[slice(None)] * (dim % x.dim()), slice(rows.start, rows.stop, rows.step))]
+
+
+def resized(x: Tensor, dim: int, rows: int) -> list[int]:
+    """Return the shape of a tensor with so many rows along `dim`."""
+    shape = list(x.shape)
+    shape[dim] = rows
+    return shape

@@ -12,6 +12,8 @@ from burst_mcore.recurrent.programs import DATA, GRADIENT, Action, Copy, Exchang
 
 ROWS, HALO = "rows", "halo"
 """The buffers: the rows of the shard, and `reach` rows for each of its fragments."""
+Pairs = dict[tuple[int, int], list[tuple[range, range]]]
+"""By (sender, receiver), rows of the shard and the rows of the receiver's buffer to which they go."""
 
 
 @lru_cache(maxsize=256)
@@ -25,12 +27,12 @@ def halo(layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *,
     for fragment in fragments(layout, tokens, size, ends):
         filled[fragment.rank] += reach
         places[fragment] = filled[fragment.rank]
-    pairs: dict[tuple[int, int], list[tuple[range, range]]] = defaultdict(list)
+    pairs: Pairs = defaultdict(list)
     for chain in chains(layout, tokens, size, ends):
         for number in range(1, len(chain)):
             for source, rows, into in _read(chain, number, places[chain[number]], reach):
                 pairs[source, chain[number].rank].append((rows, into))
-    programs = tuple(_program(rank, pairs, size) for rank in range(size))
+    programs = tuple(program_of(rank, pairs, size) for rank in range(size))
     return Exchange(f"halo of {reach} rows", programs, intra)
 
 
@@ -46,10 +48,11 @@ def _read(chain: Chain, number: int, stop: int, reach: int) -> list[tuple[int, r
     return read
 
 
-def _program(rank: int, pairs: dict[tuple[int, int], list[tuple[range, range]]], size: int) -> Program:
+def program_of(rank: int, pairs: Pairs, size: int, into: str = HALO) -> Program:
+    """Return the program of a rank in which rows go straight from their owners to the buffer `into`."""
     others = [peer for peer in range(size) if peer != rank]
     recvs = [
-        Recv(0, DATA, HALO, peer, tuple(into for _, into in pairs[peer, rank]))
+        Recv(0, DATA, into, peer, tuple(rows for _, rows in pairs[peer, rank]))
         for peer in others
         if (peer, rank) in pairs
     ]
@@ -58,14 +61,14 @@ def _program(rank: int, pairs: dict[tuple[int, int], list[tuple[range, range]]],
         for peer in others
         if (rank, peer) in pairs
     ]
-    copies = [Copy(0, rows, into) for rows, into in pairs.get((rank, rank), ())]
+    copies = [Copy(0, *moved) for moved in pairs.get((rank, rank), ())]
     return (*recvs, *sends, *_wait(DATA, recvs, sends), *copies)
 
 
 def turned(program: Program) -> Program:
-    """Return the program by which gradients of a halo go back to the rows."""
-    sends = [Send(0, GRADIENT, HALO, a.peer, a.rows) for a in program if isinstance(a, Recv)]
-    recvs = [Recv(0, GRADIENT, ROWS, a.peer, a.rows) for a in program if isinstance(a, Send)]
+    """Return the program by which rows go back to the shards: gradients, and outputs of heads."""
+    sends = [Send(0, GRADIENT, a.buffer, a.peer, a.rows) for a in program if isinstance(a, Recv)]
+    recvs = [Recv(0, GRADIENT, a.buffer, a.peer, a.rows) for a in program if isinstance(a, Send)]
     copies = [Copy(0, a.into, a.rows) for a in program if isinstance(a, Copy)]
     return (*recvs, *sends, *_wait(GRADIENT, recvs, sends), *copies)
 

@@ -1,8 +1,8 @@
 """Programs of exchanges as data: they print as a grid, are verified, and count their bytes.
 
 Messages are the `Send`, `Recv` and `Wait` of attention's schedules. A scan has one action more, `Compose`,
-and a halo `Copy`. The buffers of a scan are spans of a chain, by name: "0[2:5]" is the map over fragments 2
-to 4 of chain 0.
+halos and heads have `Copy`. The buffers of a scan are spans of a chain, by name: "0[2:5]" is the map over
+fragments 2 to 4 of chain 0.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Copy:
 Action = Send | Recv | Wait | Compose | Copy
 Program = tuple[Action, ...]
 DATA = Channel(Link.DIRECT, Kind.DATA)
-"""The channel of states and halos."""
+"""The channel of states, and of rows of shards."""
 GRADIENT = Channel(Link.DIRECT, Kind.GRADIENT)
-"""The channel of their gradients."""
+"""The channel of what goes back: their gradients, and outputs of heads."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,13 @@ class Exchange:
         lines = grid(self.programs)  # type: ignore[arg-type]  # the other actions print alike
         return "\n".join([title, *lines])
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to exchange."""
-        return not any(self.programs)
-
     def received(self, rank: int, **sizes: int) -> int:
         """Return the bytes that a rank receives, by the sizes that `size_of` takes."""
         return sum(size_of(action, **sizes) for action in self.programs[rank] if isinstance(action, Recv))
 
 
 def size_of(message: Recv, *, state: int = 0, decay: int = 0, row: int = 0) -> int:
-    """Return the bytes of a message: of a state, and of A where the map has one, or of rows of a halo."""
+    """Return the bytes of a message: of a state, and of A where the map has one, or of rows."""
     if message.rows is not None:
         return row * sum(map(len, message.rows))
     return state + decay * (not Span.of(message.buffer).is_state)

@@ -57,17 +57,15 @@ class Shards:
 
     def scan(self, *, backward: bool = False) -> Exchange:
         """Return the programs of the scan."""
-        layout, tokens, size, ends = self._dealt
-        return scan(layout, tokens, size, self.topology.intra_size, ends, backward=backward)
+        return scan(*self._dealt, backward=backward)
 
     def halo(self, reach: int) -> Exchange:
         """Return the programs of a halo of so many rows."""
-        layout, tokens, size, ends = self._dealt
-        return halo(layout, tokens, size, self.topology.intra_size, ends, reach=reach)
+        return halo(*self._dealt, reach=reach)
 
     @property
-    def _dealt(self) -> tuple[Layout, int, int, Ends]:
-        return self.layout, self.tokens, self.topology.size, self.ends
+    def _dealt(self) -> tuple[Layout, int, int, int, Ends]:
+        return self.layout, self.tokens, self.topology.size, self.topology.intra_size, self.ends
 
     @contextmanager
     def exchanging(self, signature: Signature) -> Iterator[Transport]:
@@ -98,7 +96,7 @@ class Shards:
 
 
 @lru_cache(maxsize=256)
-def _own(layout: Layout, tokens: int, size: int, ends: Ends, rank: int) -> tuple[Own, ...]:
+def _own(layout: Layout, tokens: int, size: int, _: int, ends: Ends, rank: int) -> tuple[Own, ...]:
     places = {
         fragment: (number, place, len(chain) - 1)
         for number, chain in enumerate(chains(layout, tokens, size, ends))
