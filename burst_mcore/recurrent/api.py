@@ -8,28 +8,41 @@ import torch
 from torch import Tensor
 
 from burst_mcore.dtypes import wide
+from burst_mcore.layout import positions
 from burst_mcore.recurrent.exchange import States, halo_of, resized, starts_of
-from burst_mcore.recurrent.kernels import Recurrence, Tensors
+from burst_mcore.recurrent.heads import by_heads
+from burst_mcore.recurrent.kernels import Heads, Recurrence, Tensors
 from burst_mcore.recurrent.sequence import Shards
 
 
-def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
+def recurrence(kernel: Recurrence | Heads, tensors: Tensors, shards: Shards, way: str = "states") -> Tensor:
     """Return the outputs of this rank's tokens, as of a kernel that runs over each whole document from zero.
 
-    Every rank of the topology calls it with its shard. Only ranks that share a document exchange states.
+    Every rank of the topology calls it with its shard. Only ranks that share a document exchange states. By
+    heads, each rank gets all tokens of its share of the heads, and all ranks exchange tokens.
 
     Args:
-        kernel: the recurrence.
+        kernel: the recurrence; a `Heads` has no state and always goes by heads.
         tensors: of this rank's tokens, along the dim of the kernel, in the order of the shard.
-        shards: the sequence.
+        shards: the sequence. By heads, of any layout.
+        way: "states" or "heads", the same on all ranks.
 
     Raises:
-        ValueError: the tensors do not hold this rank's tokens, or the layout scatters neighbouring tokens.
+        ValueError: the tensors do not hold this rank's tokens; the layout scatters neighbouring tokens, whose
+            states would travel; the ranks do not divide the heads; or the kernel does not go by heads.
         RuntimeError: a rank has gone.
     """
+    if way not in ("states", "heads"):
+        raise ValueError(f"way must be 'states' or 'heads', got {way!r}")
     _check(tensors, kernel.dim, shards, kernel.name)
     with torch.autocast(tensors[0].device.type, enabled=False):  # states stay in float32
-        return _recurred(kernel, tensors, shards)
+        if isinstance(kernel, Heads):
+            return by_heads(kernel, tensors, shards)
+        if way == "states":
+            return _recurred(kernel, tensors, shards)
+        if kernel.heads is None:
+            raise ValueError(f"{kernel.name} does not go by heads: set heads=Heads(...), or way='states'")
+        return by_heads(kernel.heads, tensors, shards)
 
 
 def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
@@ -99,10 +112,11 @@ def convolution(
 
 
 def _check(tensors: Tensors, dim: int, shards: Shards, name: str) -> None:
-    tokens = sum(len(each.fragment.rows) for each in shards.own)
+    rank, size = shards.topology.rank, shards.topology.size
+    tokens = len(positions(shards.tokens, rank=rank, size=size, layout=shards.layout))
     wrong = [tuple(x.shape) for x in tensors if x.shape[dim] != tokens]
     if wrong:
         raise ValueError(
-            f"{name}: layout {shards.layout} deals rank {shards.topology.rank} {tokens} of {shards.tokens} "
+            f"{name}: layout {shards.layout} deals rank {rank} {tokens} of {shards.tokens} "
             f"tokens, along dimension {dim}, got tensors {wrong}"
         )

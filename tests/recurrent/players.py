@@ -44,24 +44,30 @@ def played(layout: Layout | str, tokens: int, size: int, ends: tuple[int, ...] =
     ]
 
 
-def sharded(function, tensors, gradient, everyone, dim: int = 1):
-    """(output, gradients of the tensors) of function(own tensors, shards), of the whole sequence."""
+def sharded(function, tensors, gradient, everyone, dim: int = 1, parameters=()):
+    """(output, gradients of the tensors) of function(own tensors, shards), of the whole sequence.
+
+    Gradients of parameters follow, summed over the ranks.
+    """
 
     def rank(r: int):
         shards = everyone[r]
         how = {"rank": r, "size": len(everyone), "layout": shards.layout}
         own = tuple(shard(x, dim, **how).detach().requires_grad_() for x in tensors)
         out = function(own, shards)
-        return out, *torch.autograd.grad(out, own, shard(gradient, dim, **how), materialize_grads=True)
+        leaves, of_own = (*own, *parameters), shard(gradient, dim, **how)
+        return out, *torch.autograd.grad(out, leaves, of_own, materialize_grads=True)
 
-    parts = zip(*threads(len(everyone), rank), strict=True)
-    whole = [unshard([x.detach() for x in part], dim, layout=everyone[0].layout) for part in parts]
+    parts = [*zip(*threads(len(everyone), rank), strict=True)]
+    of_shards, of_parameters = parts[: 1 + len(tensors)], parts[1 + len(tensors) :]
+    whole = [unshard([x.detach() for x in part], dim, layout=everyone[0].layout) for part in of_shards]
+    whole += [sum(part) for part in of_parameters]
     agreed = [shards.agreed for shards in everyone]
     assert all(each == agreed[0] for each in agreed), "the ranks make different exchanges"
     return whole
 
 
-def alone(function, tensors, gradient, ends, dim: int = 1):
+def alone(function, tensors, gradient, ends, dim: int = 1, parameters=()):
     """The same of function(tensors of one document), each document by itself."""
     own = [x.detach().requires_grad_() for x in tensors]
     outs = [
@@ -70,7 +76,7 @@ def alone(function, tensors, gradient, ends, dim: int = 1):
         if stop > start
     ]
     out = torch.cat(outs, dim)
-    return [out.detach(), *torch.autograd.grad(out, own, gradient, materialize_grads=True)]
+    return [out.detach(), *torch.autograd.grad(out, [*own, *parameters], gradient, materialize_grads=True)]
 
 
 def error(found, want) -> float:

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from masks import random_layout
+from verified import brought
 
 from burst_mcore import Layout
-from burst_mcore.attention.schedule.actions import Recv, Send
 from burst_mcore.layout import positions
 from burst_mcore.recurrent.fragments import chains, fragments
 from burst_mcore.recurrent.halo import halo
-from burst_mcore.recurrent.programs import Copy
 
 
 def dealt(draw):
@@ -56,21 +55,7 @@ def test_a_halo_has_the_rows_before_each_fragment(case, reach):
     held = [positions(tokens, rank=rank, size=size, layout=layout).tolist() for rank in range(size)]
     for rank in range(size):
         own = [f for f in fragments(*case) if f.rank == rank]
-        got = [-1] * (reach * len(own))
-        for action in exchange.programs[rank]:
-            if isinstance(action, Copy):
-                pairs = [(rank, action.rows, action.into)]
-            elif isinstance(action, Recv):
-                (send,) = (
-                    a for a in exchange.programs[action.peer] if isinstance(a, Send) and a.peer == rank
-                )
-                pairs = [(action.peer, *each) for each in zip(send.rows, action.rows, strict=True)]
-            else:
-                continue
-            for source, rows, into in pairs:
-                for row, place in zip(rows, into, strict=True):
-                    assert got[place] == -1
-                    got[place] = held[source][row]
+        got = brought(exchange, rank, reach * len(own), held)
         begin = {f: max(e for e in ends if e <= f.start) for f in own}
         want = [t if t >= begin[f] else -1 for f in own for t in range(f.start - reach, f.start)]
         assert got == want

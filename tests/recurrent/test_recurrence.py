@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import product
 
 import pytest
 import torch
@@ -14,67 +15,14 @@ from plain import delta_rule as plain_delta_rule
 from plain import gated_linear_attention, selective_scan
 from players import alone, error, played, sharded
 from ranks import processes, threads
-from torch.nn.functional import conv1d, normalize, pad, softplus
+from rules import BIAS, RULES, A, D, H, K, N, V, chunk_scan, in_mamba2, learned, tensors
+from torch.nn.functional import conv1d, pad
 
 from burst_mcore import Layout, Topology, shard
 from burst_mcore.recurrent import Shards, convolution, recurrence
 from burst_mcore.recurrent.exchange import States, starts_of
-from burst_mcore.recurrent.kernels import delta_rule, elementwise, gated, linear_attention, mamba1, mamba2
+from burst_mcore.recurrent.kernels import delta_rule, elementwise, gated, mamba2
 from burst_mcore.recurrent.maps import ELEMENTWISE, MATRIX
-
-N, H, K, V = 48, 2, 3, 5
-
-
-def tensors(name, n=N, dtype=torch.float64, seed=0):
-    """(tensors of a recurrence, a gradient of its outputs)."""
-    torch.manual_seed(seed)
-    q, k, v = torch.randn(2, n, H, K), normalize(torch.randn(2, n, H, K), dim=-1), torch.randn(2, n, H, V)
-    gate = -torch.rand(2, n, H)
-    rows = -torch.rand(2, n, H, K)
-    beta = torch.rand(2, n, H)
-    given = {
-        "delta rule": (q, k, v, gate, beta),
-        "Kimi's delta rule": (q, k, v, rows, beta),
-        "a gate of a head": (q, k, v, gate),
-        "a gate of each row": (q, k, v, rows),
-        "Mamba 2": (v, torch.randn(2, n, H), torch.randn(2, n, 1, K), torch.randn(2, n, 1, K)),
-        "linear attention in chunks": (q, k, v, gate),
-        "a linear unit": (v.flatten(2), torch.rand(2, n, H * V)),
-        "Mamba 1": tuple(torch.randn(2, rows, n) for rows in (V, V, K, K)),
-    }[name]
-    found = tuple(x.to(dtype) for x in given)
-    return found, torch.randn_like(found[RULES[name].like])
-
-
-A, D, BIAS = -torch.rand(H) - 0.1, torch.randn(H), torch.randn(H)
-
-
-def chunk_scan(x, dt, A, B, C, *, D, dt_bias, dt_softplus, dt_limit, initial_states, return_final_states):
-    """A stand-in of mamba-ssm's mamba_chunk_scan_combined, by its signature, from our reference."""
-    assert dt_softplus and return_final_states
-    dt = softplus(dt + dt_bias.to(dt)).clamp(*dt_limit)
-    k, q = (y.expand(-1, -1, x.shape[2], -1) * 1 for y in (B, C))
-    state = None if initial_states is None else initial_states.transpose(-1, -2)
-    out, final = gated_linear_attention(q, k, x * dt[..., None], dt * A.to(dt), initial_state=state)
-    return out + D.to(x)[:, None] * x, final.transpose(-1, -2)
-
-
-RULES = {
-    "delta rule": delta_rule(plain_delta_rule),
-    "Kimi's delta rule": delta_rule(plain_delta_rule),
-    "a gate of a head": gated(gated_linear_attention),
-    "a gate of each row": gated(gated_linear_attention),
-    "Mamba 2": mamba2(chunk_scan, A, D=D, dt_bias=BIAS, dt_softplus=True, dt_limit=(0.01, 2.0)),
-    "linear attention in chunks": gated(linear_attention, chunk=5),
-    "a linear unit": elementwise(),
-    "Mamba 1": mamba1(
-        selective_scan,
-        -torch.arange(1.0, K + 1).expand(V, K),
-        D=torch.arange(V) - 1.0,
-        delta_bias=torch.arange(V) / V,
-        delta_softplus=True,
-    ),
-}
 
 
 def whole(rule, x, shards):
@@ -125,7 +73,7 @@ MADE_WIDE = {
     "Kimi's delta rule": delta_rule(in_float32(plain_delta_rule)),
     "a gate of a head": gated(in_float32(gated_linear_attention)),
     "a gate of each row": gated(in_float32(gated_linear_attention)),
-    "Mamba 2": mamba2(in_float32(chunk_scan), A, D=D, dt_bias=BIAS, dt_softplus=True, dt_limit=(0.01, 2.0)),
+    "Mamba 2": in_mamba2(in_float32(chunk_scan), A, D, BIAS),
 }
 
 
@@ -337,22 +285,12 @@ def test_documents_that_differ_between_ranks_are_refused_on_all():
     processes(2, differing)
 
 
-def learned(name):
-    """(a recurrence, its tensors, its parameters) of which all need gradients."""
-    x = [each.requires_grad_() for each in tensors(name)[0]]
-    if name != "Mamba 2":
-        return RULES[name], x, []
-    own = [each.double().requires_grad_() for each in (A, D, BIAS)]
-    rule = mamba2(chunk_scan, own[0], D=own[1], dt_bias=own[2], dt_softplus=True, dt_limit=(0.01, 2.0))
-    return rule, x, own
-
-
 def alone_trained(rank, size, layout):
     """The largest error of each tensor's and parameter's gradient, where nothing else needs one."""
     topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
     how = {"rank": rank, "size": size, "layout": Layout(layout)}
     errors = {}
-    for name in ("delta rule", "Mamba 2"):
+    for name, way in product(("delta rule", "Mamba 2"), ("states", "heads")):
         rule, x, own = learned(name)
         gradient = torch.randn_like(x[rule.like])
         wants = torch.autograd.grad(rule.run(tuple(x), None)[0], [*x, *own], gradient)
@@ -360,10 +298,10 @@ def alone_trained(rank, size, layout):
             for each in (*x, *own):
                 each.requires_grad_(each is leaf)
             shards = tuple(shard(each, 1, **how) for each in x)
-            out = recurrence(rule, shards, Shards(topology, how["layout"], N))
+            out = recurrence(rule, shards, Shards(topology, how["layout"], N), way)
             (found,) = torch.autograd.grad(out, leaf, shard(gradient, 1, **how))
             torch.distributed.all_reduce(found)
-            errors[name, number] = error((found,), (want,))
+            errors[name, way, number] = error((found,), (want,))
     return errors
 
 
@@ -371,7 +309,7 @@ def alone_trained(rank, size, layout):
 def test_one_tensor_or_parameter_alone_is_trained(layout):
     """A rank that only ends documents makes no state, and takes part in backward all the same."""
     for errors in processes(2, alone_trained, layout):
-        assert len(errors) == 5 + 7 and max(errors.values()) < 1e-11, errors
+        assert len(errors) == 2 * (5 + 7) and max(errors.values()) < 1e-11, errors
 
 
 def unnamed(rank, size):

@@ -1,4 +1,4 @@
-"""The verifier of scans: plays all programs symbolically, and reports what is missing or out of order."""
+"""The verifiers of scans and of programs of rows: they play all programs symbolically."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from burst_mcore.attention.schedule.actions import Recv, Send
-from burst_mcore.recurrent.programs import Action, Compose, Exchange, Span
+from burst_mcore.recurrent.programs import Action, Compose, Copy, Exchange, Span
 
 
 def verify_scan(exchange: Exchange, owners: Sequence[Sequence[int]]) -> None:
@@ -72,3 +72,25 @@ def _compose(rank: int, action: Compose, holds: set[Span]) -> None:
     if earlier.chain != later.chain or earlier.stop != later.first:
         raise ValueError(f"rank {rank}, step {action.step}: {later} does not follow {earlier}")
     holds.add(action.span)
+
+
+def brought(exchange: Exchange, rank: int, rows: int, held: Sequence[Sequence[int]]) -> list[int]:
+    """Return which token lies in each of a rank's rows after a program of rows; -1 where nothing came.
+
+    held: by rank, the tokens of its shard.
+    """
+    got = [-1] * rows
+    for action in exchange.programs[rank]:
+        if isinstance(action, Copy):
+            pairs = [(rank, action.rows, action.into)]
+        elif isinstance(action, Recv):
+            sends = [a for a in exchange.programs[action.peer] if isinstance(a, Send) and a.peer == rank]
+            assert len(sends) == 1
+            pairs = [(action.peer, *each) for each in zip(sends[0].rows, action.rows, strict=True)]
+        else:
+            continue
+        for source, from_rows, into in pairs:
+            for row, place in zip(from_rows, into, strict=True):
+                assert got[place] == -1
+                got[place] = held[source][row]
+    return got
