@@ -14,7 +14,7 @@ PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 BUDGET = {
     "burst_mcore": 25910,
     "burst_mcore.torch": 900,
-    "burst_mcore.recurrent": 1560,
+    "burst_mcore.recurrent": 1700,
     "burst_mcore.compat": 200,
     "burst_mcore.rollouts": 420,
     "burst_plan": 6000,
