@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from burst_mcore.dtypes import wide
-from burst_mcore.layout import positions
 from burst_mcore.recurrent.exchange import States, halo_of, resized, starts_of
 from burst_mcore.recurrent.heads import by_heads
 from burst_mcore.recurrent.kernels import Heads, Recurrence, Tensors
@@ -113,7 +112,8 @@ def convolution(
 
 def _check(tensors: Tensors, dim: int, shards: Shards, name: str) -> None:
     rank, size = shards.topology.rank, shards.topology.size
-    tokens = len(positions(shards.tokens, rank=rank, size=size, layout=shards.layout))
+    padded, n = shards.layout.runs(shards.tokens, rank, size), shards.tokens
+    tokens = sum(len(range(run.start, min(run.stop, n), run.step)) for run in padded)
     wrong = [tuple(x.shape) for x in tensors if x.shape[dim] != tokens]
     if wrong:
         raise ValueError(
