@@ -28,11 +28,12 @@ def transposed(bands: Tensor) -> Tensor:
 
 def tightened(bands: Tensor) -> Tensor:
     """Bands [bands, 6] without rows and columns that their diagonals do not reach; empty ones left out."""
-    tight = _tight(bands)
-    return tight[_has_pairs(tight)]
+    inner = tight(bands)
+    return inner[_has_pairs(inner)]
 
 
-def _tight(bands: Tensor) -> Tensor:
+def tight(bands: Tensor) -> Tensor:
+    """The same, with those that are empty."""
     q0, q1, k0, k1, low, high = bands.unbind(1)
     q0, q1 = torch.maximum(q0, k0 - high), torch.minimum(q1, k1 - low)
     k0, k1 = torch.maximum(k0, q0 + low), torch.minimum(k1, q1 + high)
@@ -42,8 +43,8 @@ def _tight(bands: Tensor) -> Tensor:
     return torch.stack([q0, q1, k0, k1, low, high], 1)
 
 
-def _has_pairs(tight: Tensor) -> Tensor:
-    q0, q1, k0, k1, low, high = tight.unbind(1)
+def _has_pairs(bands: Tensor) -> Tensor:
+    q0, q1, k0, k1, low, high = bands.unbind(1)
     return (q0 < q1) & (k0 < k1) & (low <= high)
 
 
@@ -101,7 +102,7 @@ def _without(bands: Tensor, others: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the pairs of a[p] that b[p] lacks, for each p, as disjoint bands, and the p of each band."""
-    common = _tight(_overlap(a, b))
+    common = tight(_overlap(a, b))
     meet = _has_pairs(common)[:, None]
     q0, q1, k0, k1, _, _ = common.unbind(1)
     none = torch.zeros_like(a)
@@ -114,7 +115,7 @@ def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     for piece in (lower, upper):
         piece[:, 2], piece[:, 3] = k0, k1
     cut = [torch.where(meet, piece, none) for piece in (before, after, left, right, lower, upper)]
-    pieces = _tight(torch.cat([torch.where(meet, none, a), *cut]))
+    pieces = tight(torch.cat([torch.where(meet, none, a), *cut]))
     some = _has_pairs(pieces)
     return pieces[some], torch.arange(len(a)).repeat(7)[some]
 
@@ -123,7 +124,7 @@ def _meetings(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return (i, j) of all bands a[i] and b[j] that have a pair in common."""
     pairs = [torch.zeros(2, 0, dtype=torch.int64)]
     for i, j in _near(a, b):
-        pairs.append(torch.stack([i, j])[:, _has_pairs(_tight(_overlap(a[i], b[j])))])
+        pairs.append(torch.stack([i, j])[:, _has_pairs(tight(_overlap(a[i], b[j])))])
     i, j = torch.cat(pairs, 1)
     return i, j
 

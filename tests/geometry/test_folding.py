@@ -37,8 +37,9 @@ class Model:
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
         shapes = ((WORDS, WIDTH), (64, WIDTH), (2, WIDTH, 3 * WIDTH), (WIDTH, WORDS))
-        self.weights = [
-            torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes
+        self.weights = [  # small ones, since scores of hundreds would magnify what is rounded
+            (torch.randn(shape, generator=generator, dtype=torch.float64) / 2).requires_grad_()
+            for shape in shapes
         ]
 
     def __call__(self, ids, positions, attend, window):

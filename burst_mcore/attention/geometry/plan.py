@@ -29,7 +29,7 @@ from burst_mcore.attention.geometry.reading import Reading, reading
 from burst_mcore.attention.geometry.rows import Rows, union
 from burst_mcore.layout import Layout, joined
 from burst_mcore.mask import Mask
-from burst_mcore.mask.bands import UNBOUNDED, tightened
+from burst_mcore.mask.bands import UNBOUNDED, tight, tightened
 
 Runs = tuple[range, ...]
 T = TypeVar("T")
@@ -307,8 +307,8 @@ def _pieces(q: Stretch, k: Stretch, bands: Tensor, *, square: bool) -> list[Piec
     rectangles = torch.cat([bands, torch.arange(len(bands))[:, None]], 1)[~causal]
     while len(rectangles):
         done, rectangles = _cut(q, k, rectangles, square=square)
-        for m0, m1, n0, n1, low, high, band in done:
-            of_band.setdefault(band, []).append(Piece(m0, m1, n0, n1, low, high))
+        for *rows, band in done:
+            of_band.setdefault(band, []).append(_from_corner(*rows))
     return [piece for _, pieces in sorted(of_band.items()) for piece in _merged(pieces)]
 
 
@@ -339,12 +339,13 @@ def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[l
     row, column = q.cut(m0, m1), k.cut(n0, n1)
     by_row = (row >= 0) & ((column < 0) | (m1 - m0 >= n1 - n0 if square else row >= 0))
     whole = (open_low & open_high) | (~by_row & (column < 0))
-    apart = left - first  # j - i at the corner
+    apart = (n0 - m0) - (left - first)  # of diagonals that count rows
     diagonals = (
-        torch.where(open_low, -UNBOUNDED, low - apart),
-        torch.where(open_high, UNBOUNDED, high - apart),
+        torch.where(open_low, -UNBOUNDED, low + apart),
+        torch.where(open_high, UNBOUNDED, high + apart),
     )
-    done = torch.stack([m0, m1, n0, n1, *diagonals, band], 1)[whole].tolist()
+    rows = tight(torch.stack([m0, m1, n0, n1, *diagonals], 1))  # those that no pair needs do not travel
+    done = torch.cat([rows, band[:, None]], 1)[whole].tolist()
     upper = m0, torch.where(by_row, row, m1), n0, torch.where(by_row, n1, column), low, high, band
     lower = torch.where(by_row, row, m0), m1, torch.where(by_row, n0, column), n1, low, high, band
     return done, torch.cat([torch.stack(half, 1)[~whole] for half in (upper, lower)])
