@@ -73,7 +73,8 @@ def _accelerate(rank, size, sp, stages):
         loaders = [
             torch.utils.data.DataLoader(rows, collate_fn=collated, batch_size=1) for rows in (data, data[:5])
         ]
-        model, optimizer, loader, evaluated = accelerator.prepare(model, optimizer, *loaders)
+        evaluated = accelerator.prepare(loaders[1])  # before its model is there
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loaders[0])
         losses, norms = [], []
         for batch in loader:
             with accelerator.accumulate(model):

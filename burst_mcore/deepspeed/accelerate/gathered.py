@@ -44,7 +44,7 @@ def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_ob
 def gathering_all(own: Callable[..., Any], self: Any, tensor: Any) -> Any:
     """Accelerator.gather, also of an evaluation's last batches, which may have unequal numbers of rows."""
     loader = adapter_of(self.gradient_state.active_dataloader)
-    if loader is None or not loader.last or not _evaluates(self, loader):
+    if loader is None or loader.last is None or not _evaluates(self, loader):
         return own(self, tensor)
     return recursively_apply(lambda x: torch.cat(_of_ranks(x, loader)), tensor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, skipping
+from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, dealing_to_groups, skipping
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
 from burst_mcore.transformers.errors import refuse_versions
@@ -49,11 +49,14 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         (ulysses_sp, "UlyssesSPAttentionHF", lambda _: BurstSPAttentionHF),
         (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
+        *((module, "prepare_data_loader", dealing_to_groups) for module in (data_loader, accelerator)),
         *((module, "skip_first_batches", skipping) for module in skippers),
         (accelerator.Accelerator, "gather", gathered.gathering_all),
         (accelerator.Accelerator, "gather_for_metrics", gathered.gathering),
         (accelerator.Accelerator, "pad_across_processes", gathered.padding),
         (trainer.Trainer, "__init__", ours.counting_tokens),
+        (trainer.Trainer, "get_sp_size", lambda _: lambda self: 1),
+        (trainer.Trainer, "get_tp_size", ours.ranks_of_a_batch),
         (trainer.Trainer, "_get_num_items_in_batch", ours.labels_of_whole_sequences),
         (trainer.Trainer, "_track_num_input_tokens", ours.inputs_of_whole_sequences),
         (trainer.Trainer, "compute_loss", ours.loss_of_whole_sequences),

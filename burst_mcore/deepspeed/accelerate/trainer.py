@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from burst_mcore.deepspeed.accelerate.gathered import whole
-from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, ShardedBatch, adapter_of
-from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.deepspeed.accelerate.loader import ShardedBatch, adapter_of, group_of
 from burst_mcore.loss import unpatched
 from burst_mcore.rollouts.columns import IGNORED
 from burst_mcore.transformers.errors import RefusedError
@@ -43,6 +42,12 @@ def counting_tokens(init: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> No
     if _size(self) > 1:
         _refuse_other_trainers(type(self))
         self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
+
+
+@around
+def ranks_of_a_batch(own: AnyMethod, self: Any) -> int:
+    """Trainer.get_tp_size: ranks that work on the same batch, which Accelerate deals to them as to one."""
+    return int(own(self)) * _size(self)
 
 
 @around
@@ -114,8 +119,8 @@ def loss_of_whole_sequences(
 
 @around
 def over_shards(evaluation_loop: AnyMethod, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trainer.evaluation_loop: batches are dealt to the ranks of a sequence group, as in training."""
-    if _size(self) > 1 and not isinstance(dataloader, BurstSPDataLoaderAdapter):
+    """Trainer.evaluation_loop: predictions are for whole sequences where the Trainer makes them."""
+    if _size(self) > 1:
         asked = inspect.signature(evaluation_loop).bind(self, dataloader, *args, **kwargs).arguments
         loss_only = asked.get("prediction_loss_only")
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
@@ -126,9 +131,6 @@ def over_shards(evaluation_loop: AnyMethod, self: Any, dataloader: Any, *args: A
                 f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
                 "leave compute_metrics out, and do not predict",
             )
-        group, device = _group(self), self.args.device
-        assert group is not None
-        dataloader = BurstSPDataLoaderAdapter(dataloader, group.rank(), group, group.size(), device)
     return evaluation_loop(self, dataloader, *args, **kwargs)
 
 
@@ -173,11 +175,7 @@ def _refuse_other_trainers(kind: type) -> None:
 
 def _group(trainer: Any) -> dist.ProcessGroup | None:
     """Return the ranks that share sequences under a Trainer."""
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallelism is None or parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
-        return None
-    group: dist.ProcessGroup = unit_of(parallelism.sp_size).get_sequence_parallel_group()
-    return group
+    return group_of(getattr(trainer.accelerator, "parallelism_config", None))
 
 
 def _size(trainer: Any) -> int:

@@ -93,11 +93,15 @@ class ShardedLoader:
 
     def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
-        while wholes := self.agreed(lambda: next(batches)):
+        while wholes := self.agreed(lambda: self._load(batches)):
             for whole in wholes:
                 self._plan(whole)
-            for whole in self._in_turn(wholes):
+            for whole in wholes:
                 yield self._part(whole)
+
+    def _load(self, batches: Iterator[Any]) -> Any:
+        """Return the batch that this rank loads now."""
+        return next(batches)
 
     def agreed(self, load: Callable[[], Any]) -> list[dict[str, Any]]:
         """Return the whole batches that the ranks load here; none where loads have ended. Collective."""
@@ -128,10 +132,6 @@ class ShardedLoader:
         """Return a batch that was loaded, ready to be dealt."""
         here = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
         return prepared(here, **self._how)
-
-    def _in_turn(self, wholes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Return the whole batches of a load, one after the other."""
-        return iter(wholes)
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a whole batch."""

@@ -211,7 +211,7 @@ def _flattened(rows):
 
 OTHERS = {
     "two epochs, linear schedule": {
-        "data": UNEQUAL, "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2,
+        "data": UNEQUAL[:11], "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2,
         "lr_scheduler_type": "linear",
     },
     "LoRA, gradient checkpointing": {
@@ -378,7 +378,7 @@ def _refused(rank, size, folder):
         model = model_of()
         own = None if options else (lambda outputs, labels, num_items_in_batch: outputs.loss)
         trainer = Trainer(
-            model, arguments_of(folder, size, **options), train_dataset=UNEQUAL, data_collator=collated,
+            model, arguments_of(folder, 2, **options), train_dataset=UNEQUAL, data_collator=collated,
             compute_loss_func=own,
         )  # fmt: skip
         try:
@@ -389,7 +389,7 @@ def _refused(rank, size, folder):
     for unlike, rows in (("split_batches", ROWS[:3]), ("dispatch_batches", Stream(UNEQUAL[:3]))):
         model = model_of()
         arguments = arguments_of(
-            folder, size, stage=3, per_device_eval_batch_size=2,
+            folder, 2, stage=3, per_device_eval_batch_size=2,
             accelerator_config={unlike: unlike == "split_batches"},
         )  # fmt: skip
         try:
@@ -401,7 +401,8 @@ def _refused(rank, size, folder):
 
 
 def test_what_a_trainer_is_refused(tmp_path):
-    for found in processes(2, _refused, str(tmp_path)):
+    """With two groups: one group's evaluation is that of one process, whatever Accelerate is told."""
+    for found in processes(4, _refused, str(tmp_path)):
         assert len(found) == 4
         assert "label_smoothing_factor" in found[0] and "compute_loss_func" in found[1]
         assert "Accelerate's split_batches" in found[2]
@@ -435,7 +436,7 @@ def test_a_loss_of_logits_fails_and_data_without_labels_is_predicted(tmp_path):
 
 # Of one length, as Accelerate needs; its last load, of 4 rows, is dealt as 2 and 2, and evaluated as 3 and 1.
 STREAMED = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:4]), "per_device_eval_batch_size": 3}
-OF_FOUR = {"data": UNEQUAL, "evaluated": Stream(UNEQUAL[:10]), "per_device_eval_batch_size": 2}
+OF_FOUR = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:10]), "per_device_eval_batch_size": 2}
 
 
 @pytest.mark.parametrize(
