@@ -28,7 +28,7 @@ class Setting(NamedTuple):
     """A sentence."""
 
 
-def _setting(default: Any, legal: tuple[str, ...] | str, meaning: str) -> Any:
+def setting(default: Any, legal: tuple[str, ...] | str, meaning: str) -> Any:
     """Return the field of a dataclass for a `Setting`."""
     return field(default=default, metadata={"legal": legal, "meaning": meaning})
 
@@ -41,10 +41,10 @@ class BurstConfig(Registered):
     parallelism, which depend on the call.
     """
 
-    layout: Layout | str = _setting("zigzag", NAMES, "How tokens are dealt over the ranks.")
+    layout: Layout | str = setting("zigzag", NAMES, "How tokens are dealt over the ranks.")
     """A `Layout`, or its word."""
 
-    backward: str = _setting(
+    backward: str = setting(
         "auto",
         BACKWARDS,
         "The side that travels in backward: queries, or keys and values; auto: the cost model chooses.",
@@ -52,7 +52,7 @@ class BurstConfig(Registered):
     """"query" sends Q, dO, D, LSE and dQ (BurstAttention, paper algorithm 2), "kv" K, V and dK, dV
     (RingAttention, paper algorithm 1)."""
 
-    ring: str = _setting(
+    ring: str = setting(
         "auto",
         RINGS,
         "The route between ranks: double: a ring in each node and one between nodes; flat: one ring over "
@@ -60,7 +60,7 @@ class BurstConfig(Registered):
     )
     """On one node "double" and "flat" are the same."""
 
-    head_parallel: int | str = _setting(
+    head_parallel: int | str = setting(
         1,
         "a number of ranks, auto",
         "The number of ranks that divide the heads among them, in a ring over the other ranks: 1 is a "
@@ -68,7 +68,7 @@ class BurstConfig(Registered):
     )
     """Divides the ranks and the heads, and divides or is a multiple of the K/V heads."""
 
-    head_placement: str = _setting(
+    head_placement: str = setting(
         "auto",
         PLACEMENTS,
         "The ranks that divide heads: inner: neighbours, and the ring goes from node to node; outer: one "
@@ -76,7 +76,7 @@ class BurstConfig(Registered):
     )
     """Matters where `head_parallel` is neither 1 nor all ranks. On one node "auto" is "inner"."""
 
-    mesh: str | tuple[int, int] = _setting(
+    mesh: str | tuple[int, int] = setting(
         "none",
         "none, or rows x columns such as 2x4",
         "Rings side by side: each rank also attends with the queries of its column, so that fewer bytes "
@@ -84,25 +84,25 @@ class BurstConfig(Registered):
     )
     """Rings x places of a ring, with rings * places * head_parallel ranks; (2, 4) is converted to "2x4"."""
 
-    overlap: bool = _setting(True, "true, false", "Communicate while ranks compute (off: wait for each hop).")
+    overlap: bool = setting(True, "true, false", "Communicate while ranks compute (off: wait for each hop).")
     """Changes times alone: results are the same."""
 
-    kernel: str = _setting("auto", "auto, or a kernel's name", "The local attention kernel.")
+    kernel: str = setting("auto", "auto, or a kernel's name", "The local attention kernel.")
     """A name in the kernel table (`burst_mcore.attention.kernels.table`), or "auto"."""
 
-    deterministic: bool = _setting(
+    deterministic: bool = setting(
         False,
         "true, false",
         "Make gradients bitwise equal between runs; kernels without that property are not used.",
     )
     """On one device, with one number of threads."""
 
-    grad_dtype: torch.dtype = _setting(
+    grad_dtype: torch.dtype = setting(
         torch.float32, tuple(GRAD_DTYPES), "The dtype in which travelling gradients are summed and sent."
     )
     """A name is converted to a torch.dtype. Inputs in float64 always use float64."""
 
-    max_ctas: int = _setting(
+    max_ctas: int = setting(
         8,
         "a number of at least 1",
         "The thread blocks of a GPU that each NCCL communicator of the ring may use, at most, and never "
@@ -110,7 +110,7 @@ class BurstConfig(Registered):
     )
     """NCCL's `maxCTAs`. Eight move what a ring sends at 8K tokens a rank: an estimate, not measured."""
 
-    sm_margin: int = _setting(
+    sm_margin: int = setting(
         8,
         "a number of at least 0",
         "The multiprocessors that flash-attn 3 leaves to messages in a full tile of forward.",
@@ -182,7 +182,10 @@ def _word(default: Any) -> Any:
     return str(default).removeprefix("torch.") if isinstance(default, torch.dtype) else default
 
 
-SETTINGS: dict[str, Setting] = {
-    each.name: Setting(_word(each.default), **each.metadata) for each in fields(BurstConfig)
-}
+def settings_of(kind: type[Any]) -> dict[str, Setting]:
+    """Return the fields of a dataclass that are made by `setting`."""
+    return {each.name: Setting(_word(each.default), **each.metadata) for each in fields(kind)}
+
+
+SETTINGS: dict[str, Setting] = settings_of(BurstConfig)
 """The default, the legal values and a sentence for each field of BurstConfig: the only place for them."""

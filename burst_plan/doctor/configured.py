@@ -57,7 +57,7 @@ def of_deepspeed(
         keep=_kept(section.checkpointing, model, seq, cp),
         offload_activations=section.checkpointing.offload,
     )
-    return way, section.burst_config()
+    return way, section.attention
 
 
 def _kept(asked: Checkpointing, model: Model, seq: int, cp: int) -> float:

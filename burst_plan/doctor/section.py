@@ -70,7 +70,7 @@ def examine(
     if size % intra or per_node % intra:
         raise ValueError(f"groups of {size} ranks do not go evenly on nodes of {per_node}")
     nodes = size // intra
-    over = f"over {nodes} node{'s' * (nodes > 1)}, {intra} ranks a node, layout {section.layout}"
+    over = f"over {nodes} node{'s' * (nodes > 1)}, {intra} ranks a node, layout {section.attention.layout}"
     yield f"ring: {over if size > 1 else 'none, a rank has the whole sequence'}"
     yield (
         f"ZeRO-{stage}: each rank's part of a gradient is multiplied by {size}, and DeepSpeed takes the mean "
@@ -78,32 +78,32 @@ def examine(
     )
     micro = config.get("train_micro_batch_size_per_gpu", 1)
     micro = micro if isinstance(micro, int) else 1
-    layout = Layout.of(section.layout)
+    layout = Layout.of(section.attention.layout)
     padded = layout.padded(seq, size)
     yield f"sequence: {seq} tokens, dealt as {padded}: {padded // size} a rank"
     try:
-        yield from told(model, section.layout, seq, Ranks(size, intra), rates)
+        yield from told(model, str(layout), seq, Ranks(size, intra), rates)
     except ValueError as error:
         refuse("layout", str(error))
     problem = Problem(kind, dtype, model.heads, model.kv_heads, model.head_dim, model.value_dim)
-    problem = replace(problem, deterministic=section.deterministic)
+    problem = replace(problem, deterministic=section.attention.deterministic)
     if not model.attending:
         yield "kernel of attention: none, no layer has attention"
     elif machine is None:
-        yield f"kernel on this {kind}, {of_device}: {choose(section.kernel, problem).name}"
-    elif section.kernel == "auto":
+        yield f"kernel on this {kind}, {of_device}: {choose(section.attention.kernel, problem).name}"
+    elif section.attention.kernel == "auto":
         order = ", ".join(preferred(machine.capability, dtype))
         yield f"kernel on {machine.name}, {of_device}: the first installed that serves, of {order}"
     else:
-        asked = f"{section.kernel}, as the section asks (not checked here)"
+        asked = f"{section.attention.kernel}, as the section asks (not checked here)"
         yield f"kernel on {machine.name}, {of_device}: {asked}"
     shard = Shard(
         batch=micro, tokens=padded // size, heads=model.heads, kv_heads=model.kv_heads, dtype=dtype,
-        head_dim=model.head_dim, value_dim=model.value_dim, grad_dtype=section.burst_config().grad_dtype,
+        head_dim=model.head_dim, value_dim=model.value_dim, grad_dtype=section.attention.grad_dtype,
     )  # fmt: skip
     if size > 1 and model.attending:
         question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
-        ways = tried(section.burst_config(), question)
+        ways = tried(section.attention, question)
         chosen = best(ways)
         steps = config.get("gradient_accumulation_steps", 1)
         times = model.attending * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say

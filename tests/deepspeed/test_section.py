@@ -15,12 +15,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "deepspeed-section.md"
 
 def test_all_defaults_without_a_section():
     assert section_of({}) == Section()
-    assert section_of({"burst_attention": {}}).burst_config() == BurstConfig()
+    assert section_of({"burst_attention": {}}).attention == BurstConfig()
 
 
 def test_a_section_makes_the_configuration_of_calls():
     given = {"layout": "stacked-zigzag:4", "backward": "kv", "head_parallel": 2, "grad_dtype": "bfloat16"}
-    config = section_of({"burst_attention": given}).burst_config()
+    config = section_of({"burst_attention": given}).attention
     assert str(config.layout) == "stacked-zigzag:4"
     assert (config.backward, config.head_parallel, config.grad_dtype) == ("kv", 2, torch.bfloat16)
 
@@ -47,12 +47,12 @@ def test_checkpointing_makes_a_recompute_policy(given, policy):
         ({"checkpointing": {"polcy": "full"}}, 'did you mean "policy"? Legal: policy, keep'),
         (
             {"checkpointing": {"policy": "segments"}},
-            "'none', 'full', 'attention' or 'segment', got 'segments'",
+            "must be one of: none, full, attention, segment; got 'segments'",
         ),
         ({"checkpointing": {"policy": "segment", "keep": 1.5}}, "from 0 to 1, got 1.5"),
         (
             {"checkpointing": {"policy": "segment", "keep": "most"}},
-            "must be one of: a number, \"auto\"; got 'most'",
+            "from 0 to 1, or 'auto', got 'most'",
         ),
         ({"checkpointing": {"policy": "segment", "keep": "auto"}}, "keep='auto' needs memory_gb"),
         ({"checkpointing": {"policy": "segment", "keep": "auto", "memory_gb": 0}}, "above 0; got 0"),
@@ -69,10 +69,10 @@ def test_checkpointing_makes_a_recompute_policy(given, policy):
         ),
         ({"checkpointing": {"policy": "full", "offload": True}}, "offload is for policy"),
         ({"layout": "zigzags"}, "unknown layout 'zigzags'"),
-        ({"kernel": "flash9"}, "should be 'auto', 'aten-cpu'"),
+        ({"kernel": "flash9"}, "must be one of: auto, aten-cpu"),
         ({"head_parallel": 0}, "head_parallel must be a number of ranks"),
-        ({"head_parallel": "all"}, '"burst_attention.head_parallel"'),
-        ({"fused_loss": "yes"}, "a valid boolean, got 'yes'"),
+        ({"head_parallel": "all"}, "or 'auto', got 'all'"),
+        ({"fused_loss": "yes"}, "must be true or false, got 'yes'"),
         ([], "must be a JSON object, got []"),
     ],
 )

@@ -384,7 +384,7 @@ def test_a_ring(extended):
 
 
 FIELD = """
-    rounding: str = _setting("nearest", ("nearest", "stochastic"), "How sums are rounded.")
+    rounding: str = setting("nearest", ("nearest", "stochastic"), "How sums are rounded.")
 
     def __post_init__("""
 
@@ -396,7 +396,7 @@ parser = add_arguments(argparse.ArgumentParser())
 arguments = parser.parse_args(["--burst-rounding", "stochastic"])
 assert burst_config(arguments) == BurstConfig(rounding="stochastic") != burst_config(parser.parse_args([]))
 section = section_of({"burst_attention": {"rounding": "stochastic"}})
-assert section.burst_config() == BurstConfig(rounding="stochastic")
+assert section.attention == BurstConfig(rounding="stochastic")
 names = "features/attention.md", "frameworks/megatron.md", "reference/deepspeed-section.md"
 pages = [tables.WRITERS[name]() for name in names]
 assert all("How sums are rounded." in page for page in pages)

@@ -126,7 +126,7 @@ def test_what_is_pasted_is_read_as_it_was_predicted(answers):
     for one in pasted.values():
         if one.way.framework == "deepspeed":
             section = section_of(deepspeed_config(one))
-            assert str(section.burst_config().layout) == one.attention.layout
+            assert str(section.attention.layout) == one.attention.layout
             continue
         read = parser.parse_args(shlex.split(" ".join(megatron_flags(one))))
         assert (read.expert_model_parallel_size or 1) == one.way.ep

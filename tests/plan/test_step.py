@@ -172,7 +172,7 @@ def test_flags_and_section_say_what_was_predicted(answer):
                 assert recompute_policy(arguments) == policy
         else:
             section = section_of(deepspeed_config(one))
-            assert section.burst_config().ring == one.attention.ring
+            assert section.attention.ring == one.attention.ring
             assert section.fused_loss == one.way.fused_loss
             if kept:
                 assert section.checkpointing.recomputed() == policy

@@ -1,67 +1,51 @@
-"""The section "burst_attention" of DeepSpeed's JSON: its schema, its errors, its reference page."""
+"""The section "burst_attention" of DeepSpeed's JSON: its keys, its errors, its reference page."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from typing import Any
 
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
-from burst_mcore.config import SETTINGS, BurstConfig
+from burst_mcore.config import SETTINGS, BurstConfig, Setting, setting, settings_of
 
 KEY = "burst_attention"
-
-
-ONLY_FOR = {"keep": ("segment",), "memory_gb": ("segment",), "offload": ("attention", "segment")}
-"""Keys of "checkpointing" that only some policies take."""
+FLAG = "true, false"
 
 
 class SectionError(ValueError):
     """Refuses a section: names the key, its value, and the legal values."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Checkpointing(_Strict):
+@dataclass(frozen=True)
+class Checkpointing:
     """Which tensors of a layer are stored for backward, and which are computed again."""
 
-    policy: Literal["none", "full", "attention", "segment"] = Field(
+    policy: str = setting(
         "none",
-        description="`none`: layers are not recomputed, unless the model was before. `full`: they are. "
+        ("none", "full", "attention", "segment"),
+        "`none`: layers are not recomputed, unless the model was before. `full`: they are. "
         "`attention`: all but their attention is, of which O and LSE are kept. `segment`: O and LSE of the "
         "last part of the sequence are kept.",
     )
-    keep: float | Literal["auto"] = Field(
+    keep: float | str = setting(
         0.5,
-        description="Of `segment`: the share of the sequence, at its end, that is kept, from 0 to 1; `auto`: "
+        "a number, auto",
+        "Of `segment`: the share of the sequence, at its end, that is kept, from 0 to 1; `auto`: "
         "the largest that fits `memory_gb`.",
     )
-    memory_gb: float | None = Field(
+    memory_gb: float | None = setting(
         None,
-        description="With `auto`: GB (10^9 bytes), above 0, that all that is kept on a rank may take.",
+        "a number, null",
+        "With `auto`: GB (10^9 bytes), above 0, that all that is kept on a rank may take.",
     )
-    offload: bool = Field(
-        False, description="Of `attention` and `segment`: what is kept waits in pinned host memory."
+    offload: bool = setting(
+        False, FLAG, "Of `attention` and `segment`: what is kept waits in pinned host memory."
     )
-
-    @model_validator(mode="after")
-    def _is_for_its_policy(self) -> Checkpointing:
-        for name, policies in ONLY_FOR.items():
-            value = getattr(self, name)
-            is_set = name in self.model_fields_set and value is not None and value is not False
-            if is_set and self.policy not in policies:
-                legal = " and ".join(f'"{policy}"' for policy in policies)
-                raise ValueError(f'{name} is for policy {legal}, got it with "{self.policy}"')
-        self.recomputed()
-        return self
 
     def recomputed(self) -> Policy | None:
         """Return the policy of checkpointed layers; None where there are none.
@@ -69,52 +53,31 @@ class Checkpointing(_Strict):
         Raises:
             ValueError: keep and memory_gb are not legal, or not together.
         """
-        match self.policy:
-            case "none":
-                return None
-            case "full":
-                return Full()
-            case "attention":
-                policy: Policy = KeepAttention()
-            case "segment":
-                policy = Segment(self.keep, self.memory_gb)
+        if self.policy == "none":
+            return None
+        policies = {"full": Full, "attention": KeepAttention}
+        policy = policies[self.policy]() if self.policy in policies else Segment(self.keep, self.memory_gb)
         return Offload(policy) if self.offload else policy
 
 
-def _field(name: str) -> tuple[Any, Any]:
-    """Return a field of BurstConfig as a key of the section: (type, default with description)."""
-    default, legal, meaning = SETTINGS[name]
-    words = ("auto", *KERNELS) if name == "kernel" else legal
-    kind: Any = bool if isinstance(default, bool) else str
-    if isinstance(default, int) and not isinstance(default, bool):
-        kind = int | Literal["auto"] if "auto" in words else int
-    elif isinstance(words, tuple):
-        kind = Literal[words]
-    else:
-        meaning = f"{meaning[:-1]}: {words}." if kind is str else meaning
-    return kind, Field(default, description=meaning)
+@dataclass(frozen=True)
+class Section:
+    """The section "burst_attention", read: every field of BurstConfig, the fused loss, and recompute."""
+
+    attention: BurstConfig = field(default_factory=BurstConfig)
+    fused_loss: bool = True
+    checkpointing: Checkpointing = Checkpointing()
 
 
-_FIELDS: dict[str, Any] = {name: _field(name) for name in SETTINGS}
-_Settings: Any = create_model("_Settings", __base__=_Strict, **_FIELDS)
-
-
-class Section(_Settings):  # type: ignore[misc]
-    """The section "burst_attention": every field of BurstConfig, the fused loss, and recompute."""
-
-    fused_loss: bool = Field(True, description="Fuse the LM head with its loss: no logits in training.")
-    checkpointing: Checkpointing = Field(
-        default_factory=Checkpointing.model_construct, description="Recompute in backward, see below."
-    )
-
-    @model_validator(mode="after")
-    def _the_ring_takes_it(self) -> Section:
-        self.burst_config()
-        return self
-
-    def burst_config(self) -> BurstConfig:
-        """Return the configuration of attention calls that the section asks for."""
-        return BurstConfig(**{name: getattr(self, name) for name in SETTINGS})
+KEYS = {
+    **SETTINGS,
+    "kernel": SETTINGS["kernel"]._replace(legal=("auto", *KERNELS)),
+    "fused_loss": Setting(True, FLAG, "Fuse the LM head with its loss: no logits in training."),
+    "checkpointing": Setting({}, "an object", "Recompute in backward, see below."),
+}
+RECOMPUTE = settings_of(Checkpointing)
+ONLY_FOR = {"keep": ("segment",), "memory_gb": ("segment",), "offload": ("attention", "segment")}
+"""Keys of "checkpointing" that only some policies take."""
 
 
 def section_of(config: Mapping[str, Any]) -> Section:
@@ -123,18 +86,62 @@ def section_of(config: Mapping[str, Any]) -> Section:
     Raises:
         SectionError: a key or a value is not legal.
     """
-    written = config.get(KEY, {})
-    if not isinstance(written, Mapping):
-        raise SectionError(f'"{KEY}" must be a JSON object, got {written!r}')
     for key in config:  # a typing error in the section's own name would turn all of it off
         near = "burst" in key.lower() or difflib.get_close_matches(key, [KEY], cutoff=0.8)
         if KEY not in config and near:
             raise SectionError(f'unknown section "{key}": did you mean "{KEY}"?')
+    written = dict(_object(config, KEY))
+    recompute = _object(written, "checkpointing")
+    problems = [
+        *_problems(KEY, written, KEYS),
+        *_problems(f"{KEY}.checkpointing", recompute, RECOMPUTE),
+        *_of_other_policies(recompute),
+    ]
+    if problems:
+        raise SectionError("; ".join(problems))
     try:
-        section: Section = Section.model_validate(dict(written))
-        return section
-    except ValidationError as error:
-        raise SectionError("; ".join(_words(error))) from None
+        checkpointing, fused = Checkpointing(**recompute), written.pop("fused_loss", True)
+        written.pop("checkpointing", None)
+        checkpointing.recomputed()
+        return Section(BurstConfig(**written), fused, checkpointing)
+    except ValueError as error:
+        raise SectionError(f'"{KEY}": {error}') from None
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name, {})
+    if not isinstance(found, Mapping):
+        raise SectionError(f'"{name}" must be a JSON object, got {found!r}')
+    return found
+
+
+def _problems(where: str, written: Mapping[str, Any], keys: Mapping[str, Setting]) -> Iterator[str]:
+    """Yield a sentence for each key that is unknown, or whose value is none of the words.
+
+    Other values are checked by the classes that they are for.
+    """
+    for name, value in written.items():
+        if name not in keys:
+            near = difflib.get_close_matches(name, keys, 1, 0.6)
+            meant = f': did you mean "{near[0]}"?' if near else "."
+            if name == "sequence_parallel_size":
+                meant = f': write it beside "{KEY}", where DeepSpeed reads it.'
+            yield f'unknown key "{where}.{name}"{meant} Legal: {", ".join(keys)}'
+        elif (legal := keys[name].legal) == FLAG:
+            if not isinstance(value, bool):
+                yield f'"{where}.{name}" must be true or false, got {value!r}'
+        elif isinstance(legal, tuple) and value not in legal:
+            yield f'"{where}.{name}" must be one of: {", ".join(legal)}; got {value!r}'
+
+
+def _of_other_policies(written: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each key of "checkpointing" that its policy does not take."""
+    policy = written.get("policy", "none")
+    for name, policies in ONLY_FOR.items():
+        value = written.get(name)
+        if value is not None and value is not False and policy not in policies:
+            legal = " and ".join(f'"{each}"' for each in policies)
+            yield f'"{KEY}.checkpointing": {name} is for policy {legal}, got it with "{policy}"'
 
 
 def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -158,65 +165,27 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _words(error: ValidationError) -> Iterator[str]:
-    """Yield a sentence for each illegal key. A key of several types has one error for each type."""
-    by_path: dict[tuple[str, ...], list[Any]] = {}
-    for first in error.errors():
-        path = tuple(str(part) for part in first["loc"] if part not in ("int", "float", "literal['auto']"))
-        by_path.setdefault(path, []).append(first)
-    for path, errors in by_path.items():
-        first, where = errors[0], ".".join([KEY, *path])
-        owner = Checkpointing if path[:1] == ("checkpointing",) and len(path) > 1 else Section
-        if first["type"] == "extra_forbidden":
-            legal = [*owner.model_fields]
-            near = difflib.get_close_matches(path[-1], legal, 1, 0.6)
-            meant = f': did you mean "{near[0]}"?' if near else "."
-            if path[-1] == "sequence_parallel_size":
-                meant = f': write it beside "{KEY}", where DeepSpeed reads it.'
-            yield f'unknown key "{where}"{meant} Legal: {", ".join(legal)}'
-        elif first["type"] == "model_type":
-            yield f'"{where}" must be a JSON object, got {first["input"]!r}'
-        elif len(errors) > 1:
-            kinds = _legal(owner.model_fields[path[-1]].annotation).replace("`", "")
-            yield f'"{where}" must be one of: {kinds}; got {first["input"]!r}'
-        else:
-            words = first["msg"].removeprefix("Value error, ")
-            came = "" if isinstance(first["input"], Mapping | BaseModel) else f", got {first['input']!r}"
-            yield f'"{where}": {words}{came}'
-
-
 def reference() -> str:
-    """Return the reference page of the section, in Markdown, made from the schema."""
+    """Return the reference page of the section, in Markdown, made from its keys."""
     lines = [
         f'# The section "{KEY}"',
         "",
         "Made from the schema (`burst-mcore doctor --reference`). Every key is optional; an unknown one is",
         "an error that lists the legal ones. Its purpose: [deepspeed.md](../frameworks/deepspeed.md).",
         "",
-        *_table(Section),
+        *_table(KEYS),
         "",
         '## "checkpointing"',
         "",
-        *_table(Checkpointing),
+        *_table(RECOMPUTE),
         "",
     ]
     return "\n".join(lines)
 
 
-def _table(model: type[BaseModel]) -> Iterator[str]:
+def _table(keys: Mapping[str, Setting]) -> Iterator[str]:
     yield "| key | legal | default | meaning |"
     yield "|---|---|---|---|"
-    for name, field in model.model_fields.items():
-        default = "{}" if field.default_factory else json.dumps(field.default)
-        yield f"| `{name}` | {_legal(field.annotation)} | `{default}` | {field.description} |"
-
-
-def _legal(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return ", ".join(f'`"{value}"`' for value in get_args(kind))
-    if isinstance(kind, UnionType) or get_args(kind):
-        return ", ".join(_legal(part) for part in get_args(kind))
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return "an object"
-    words = {str: "a word", bool: "`true`, `false`", int: "a whole number", float: "a number"}
-    return {**words, type(None): "`null`"}[kind]
+    for name, (default, legal, meaning) in keys.items():
+        words = legal if isinstance(legal, str) else ", ".join(f'`"{word}"`' for word in legal)
+        yield f"| `{name}` | {words} | `{json.dumps(default)}` | {meaning} |"

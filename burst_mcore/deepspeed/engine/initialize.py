@@ -105,7 +105,7 @@ def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> Sequenc
     return prepare_model(
         model,
         group=unit.get_sequence_parallel_group(),
-        config=section.burst_config(),
+        config=section.attention,
         fused_loss=section.fused_loss,
         recompute=section.checkpointing.recomputed(),
     )

@@ -21,7 +21,7 @@ from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_M
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from burst_mcore.deepspeed.config.section import Section
+from burst_mcore.deepspeed.config.section import KEY, section_of
 from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.transformers.data.loader import ShardedLoader
@@ -232,7 +232,7 @@ def blocks() -> torch.Tensor:
 def sharded(model: Any, batch: dict[str, Any], **section: Any) -> torch.Tensor:
     """The loss over a sequence group of all ranks, and gradients averaged over it."""
     unit = unit_of(dist.get_world_size())
-    sequence = prepare_for_engine(model, Section(**section), unit)
+    sequence = prepare_for_engine(model, section_of({KEY: section}), unit)
     loader = ShardedLoader([batch], group=sequence.group, **sequence.dealing)
     (part,) = loader
     loss: torch.Tensor = model(**part).loss
