@@ -97,7 +97,7 @@ class ContextParallel:
     ) -> None:
         self.model, self.group, self.topology, self.config = model, group, topology, config
         self.rank, self.size, self.layout = group.rank(), group.size(), Layout.of(config.layout)
-        self._factor, self._dealing, self._tp = factor, dealing, _tensor_parallel(model)
+        self._factor, self._dealing = factor, dealing
 
     def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a whole batch, which every rank of the group gives. Collective.
@@ -116,7 +116,8 @@ class ContextParallel:
 
         Tensor parallelism's neighbours would go on to the model's forward, and wait there for these ranks.
         """
-        return do() if self._tp is None else on_all_ranks(do, self._tp)
+        tp = _tensor_parallel(self.model, self.group)
+        return do() if tp is None else on_all_ranks(do, tp)
 
     def loader(
         self, data: Iterable[Any], *, own: bool = False, device: torch.device | str | None = None
@@ -129,7 +130,10 @@ class ContextParallel:
             device: of batches; by default that of the model's parameters.
         """
         device = device or next(iter(self.model.parameters()), torch.empty(0)).device
-        return ShardedLoader(data, group=self.group, own=own, device=device, **self._dealing)
+        loader = ShardedLoader(data, group=self.group, own=own, device=device, **self._dealing)
+        alone = loader.agreed
+        loader.agreed = lambda load: self._with_neighbours(lambda: alone(load))  # type: ignore[method-assign]
+        return loader
 
     def positions(self, tokens: int) -> Tensor:
         """Return which tokens of a sequence, padded to `padded(tokens)`, this rank has, in its order."""
@@ -267,10 +271,12 @@ def _read(
     return _group_of(mesh), settings, policy
 
 
-def _tensor_parallel(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks over which tensor parallelism has dealt a model that no wrapper has yet."""
+def _tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Return the ranks over which tensor parallelism has dealt a model, before FSDP2 or behind its dims."""
     meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    return next((mesh.get_group() for mesh in meshes if mesh.ndim == 1), None)
+    last, own = (mesh.get_group(mesh.ndim - 1) for mesh in meshes), {*dist.get_process_group_ranks(group)}
+    # FSDP2's own last dim has several ranks of a sequence, or replicas, which wait for this rank as well.
+    return next((tp for tp in last if len(own & {*dist.get_process_group_ranks(tp)}) == 1), None)
 
 
 def options_of(config: Any, loss: Any, checkpointing: Any) -> tuple[BurstConfig, Policy | None]:

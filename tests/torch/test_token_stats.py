@@ -123,14 +123,21 @@ def test_temperatures_are_those_of_all_ranks():
         assert all(error.startswith(text) for error, text in zip(errors, wanted, strict=True)), errors
 
 
-def _of_one_rank(rank, size):
-    """What every rank of TP x CP is told of a temperature, and of a batch, that one of them has."""
+def _of_one_rank(rank, size, late):
+    """What every rank of TP x CP is told of a temperature, and of batches, that one of them has.
+
+    late: the model is dealt over TP once it is parallelized.
+    """
     logging.getLogger("burst_mcore").setLevel("ERROR")
     ids, labels, *_ = _batch()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     model = model_of()
-    tensor_parallel(model, mesh["tp"])
-    cp = parallelize(model, mesh["cp"])
+    if late:
+        cp = parallelize(model, mesh["cp"])
+        tensor_parallel(model, mesh["tp"])
+    else:
+        tensor_parallel(model, mesh["tp"])
+        cp = parallelize(model, mesh["cp"])
     fully_shard(model, mesh=mesh["cp"])
     told = []
     with pytest.raises(RefusedError) as refused:
@@ -138,13 +145,21 @@ def _of_one_rank(rank, size):
     told.append(refused.value.name)
     with pytest.raises(RefusedError) as refused:
         cp.deal({"input_ids": ids.float() if rank == 1 else ids})
+    told.append(refused.value.name)
+    loaded = iter(cp.loader([{"input_ids": x} for x in (ids, ids.float() if rank == 1 else ids)]))
+    next(loaded)
+    with pytest.raises(RefusedError) as refused:
+        next(loaded)
     return [*told, refused.value.name]
 
 
-def test_neighbours_of_tensor_parallelism_do_not_wait_for_a_rank_that_refuses():
-    found = processes(4, _of_one_rank)
+@pytest.mark.parametrize("late", [False, True])
+def test_neighbours_of_tensor_parallelism_do_not_wait_for_a_rank_that_refuses(late):
+    found = processes(4, _of_one_rank, late)
     assert [names[0] for names in found] == ["another rank", "another rank", "temperature", "another rank"]
-    assert [names[1] for names in found] == ["another rank", "batch", "another rank", "another rank"]
+    for number in (1, 2):
+        told = [names[number] for names in found]
+        assert told == ["another rank", "batch", "another rank", "another rank"]
 
 
 def _over_a_vocabulary(rank, size):
