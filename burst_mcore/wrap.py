@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,38 @@ def around(function: Callable[..., T]) -> Callable[[Callable[..., Any]], Callabl
         return wrapped
 
     return make
+
+
+class Replaced:
+    """Names of other packages that stand for something of ours until they are restored."""
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[Any, str], Any] = {}
+
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace `owner.name` by `make(original)`; twice is once."""
+        if (owner, name) not in self._own:
+            own = self._own[owner, name] = getattr(owner, name)
+            setattr(owner, name, make(own))
+
+    def restore(self) -> None:
+        """Give all names their own values again."""
+        while self._own:
+            (owner, name), own = self._own.popitem()
+            setattr(owner, name, own)
+
+
+@contextmanager
+def while_set(thing: Any, **values: Any) -> Iterator[None]:
+    """Within, attributes of a thing have other values."""
+    before = {name: getattr(thing, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
 
 
 def _wrapped(

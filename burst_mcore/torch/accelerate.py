@@ -20,9 +20,9 @@ from burst_mcore.loss import unpatched
 from burst_mcore.torch.parallel import options_of, parallelize
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
-from burst_mcore.wrap import around
+from burst_mcore.wrap import Replaced, around, while_set
 
-_originals: dict[tuple[Any, str], Any] = {}
+_replaced = Replaced()
 
 
 def replace_context_parallel(
@@ -45,20 +45,12 @@ def replace_context_parallel(
     options_of(config, loss, checkpointing)
     _options.update(config=config, loss=loss, checkpointing=checkpointing)
     for place in _places():
-        _replace(*place)
-
-
-def _replace(owner: Any, name: str, replacing: Callable[[Any], Any]) -> None:
-    if (owner, name) not in _originals:
-        own = _originals[owner, name] = getattr(owner, name)
-        setattr(owner, name, replacing(own))
+        _replaced.replace(*place)
 
 
 def restore_context_parallel() -> None:
     """Undo `replace_context_parallel`, for models that are prepared later."""
-    while _originals:
-        (owner, name), own = _originals.popitem()
-        setattr(owner, name, own)
+    _replaced.restore()
 
 
 _options: dict[str, Any] = {}
@@ -108,7 +100,7 @@ def _with_references(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     modules: list[tuple[str, Any]] = [*sys.modules.items()]
     for name, module in modules:
         if name.startswith("trl.trainer.") and "prepare_fsdp" in vars(module):
-            _replace(module, "prepare_fsdp", _preparing_reference)
+            _replaced.replace(module, "prepare_fsdp", _preparing_reference)
     init(self, *args, **kwargs)
 
 
@@ -162,11 +154,8 @@ def _labels(own: Any, self: Any, batches: Any, device: Any) -> Any:
     everywhere = self.args.average_tokens_across_devices
     if _cp_size(self.accelerator) == 1 or (everywhere and self.model.training):
         return own(self, batches, device)
-    self.args.average_tokens_across_devices = False
-    try:
+    with while_set(self.args, average_tokens_across_devices=False):
         number = own(self, batches, device)
-    finally:
-        self.args.average_tokens_across_devices = everywhere
     # Where losses are scaled by the replicas, an evaluation's must not be.
     times = self.accelerator.num_processes if everywhere else self.get_tp_size()
     return None if number is None else number * times
@@ -176,7 +165,10 @@ def _labels(own: Any, self: Any, batches: Any, device: Any) -> Any:
 def _with_logits(
     own: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> Any:
-    """Trainer.prediction_step: where predictions are asked for, the model makes its logits."""
-    asks = _cp_size(self.accelerator) > 1 and not prediction_loss_only
-    with unpatched(self.model) if asks else nullcontext():
-        return own(self, model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+    """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for."""
+    if _cp_size(self.accelerator) == 1:
+        return own(self, model, inputs, prediction_loss_only, ignore_keys)
+    makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
+    loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
+    with makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
+        return own(self, model, inputs, prediction_loss_only, ignore_keys)

@@ -102,9 +102,14 @@ def _accelerate(rank, size, sp, stages):
         model.eval()  # within a loop of training, over a loader that was not prepared
         own = accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist()
         assert own == [float(r) for r in range(size)]
+        model.train()
+        mine = torch.utils.data.DataLoader(data[rank : rank + 1], collate_fn=collated)
+        by_turns = burst.BurstSPDataLoaderAdapter(mine, rank % sp, loader.group, sp, "cpu")
+        with torch.no_grad():  # what no Accelerator prepared: each rank's own, one after the other
+            turns = [model(**batch).loss.item() for batch in by_turns]
         get = deepspeed.utils.safe_get_full_fp32_param
         parameters = {n: get(p) for n, p in accelerator.unwrap_model(model).named_parameters()}
-        found[stage] = losses, norms, parameters, seen, alone
+        found[stage] = losses, norms, parameters, seen, alone, turns
         model.destroy()
         forget()
     return found, _truth(data, size // sp)
@@ -116,12 +121,13 @@ def test_accelerate(sp):
     pytest.importorskip("accelerate")
     for rank, (found, truth) in enumerate(processes(4, _accelerate, sp, [1, 3])):
         want_losses, want_norms, want_parameters, evaluated = truth
-        for losses, norms, parameters, seen, alone in found.values():
+        for losses, norms, parameters, seen, alone, turns in found.values():
             assert losses == pytest.approx([row[rank // sp] for row in want_losses], rel=1e-5)
             assert norms == pytest.approx(want_norms, rel=1e-5)
             assert worst(parameters, want_parameters) < 1e-5
             assert seen == pytest.approx(evaluated, rel=1e-5)
             assert alone == pytest.approx(evaluated[rank], rel=1e-5)
+            assert turns == pytest.approx(evaluated[rank // sp * sp :][:sp], rel=1e-5)
 
 
 class Local(torch.nn.Module):

@@ -22,7 +22,10 @@ from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from burst_mcore.rollouts import fold
 from burst_mcore.torch import parallelize
+from burst_mcore.transformers.prepare import sequence_of
+from burst_mcore.wrap import while_set
 
 HEADS, HEAD_DIM = 3, 8  # 3 heads: 2 ranks cannot share them
 WIDTH = HEADS * HEAD_DIM
@@ -147,6 +150,35 @@ def _wrapped(rank, size, order):
 
 def _rows():
     return {name: torch.stack([sample[name] for sample in dataset(2, tokens=29)]) for name in dataset(1)[0]}
+
+
+def _dealing(rank, size):
+    """Outputs of an evaluation of whole batches, which the model deals, as under Accelerate."""
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model = model_of().eval()
+    cp = parallelize(model, mesh, loss="model")
+    labelled, tree = _rows(), fold([torch.arange(3, 20), torch.arange(3, 15), torch.arange(4, 9)]).batch
+    shifted = {
+        "input_ids": labelled["input_ids"],
+        "shift_labels": pad(labelled["labels"], (0, 1), value=-100)[:, 1:],
+    }
+    want = model(**cp.deal(tree)).loss.item()
+    sequence = sequence_of(model)
+    with while_set(sequence, deals=True):
+        found = [model(**batch) for batch in (labelled, shifted)]
+        assert model(**tree).loss.item() == want
+        with while_set(sequence, loss_only=True):
+            assert model(**labelled).logits is None
+    return [(out.loss.item(), out.logits.detach()) for out in found]
+
+
+def test_a_model_that_deals_its_batches():
+    out = model_of().eval()(**_rows())
+    for found in processes(2, _dealing):
+        for loss, logits in found:
+            assert loss == pytest.approx(out.loss.item(), rel=1e-6)
+            torch.testing.assert_close(logits, out.logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["before", pytest.param("after", marks=pytest.mark.slow)])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,13 +16,12 @@ from torch.nn.functional import pad
 from torch.utils.data import BatchSampler
 
 from burst_mcore.deepspeed.ranks.groups import unit_of
-from burst_mcore.rollouts.columns import IGNORED
 from burst_mcore.transformers.data.batches import CUMULATED
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.sequence import SequenceParallel
 from burst_mcore.transformers.models.trl import has_fused_head
-from burst_mcore.wrap import around
+from burst_mcore.wrap import around, while_set
 
 
 class ShardedBatch(dict[str, Any]):
@@ -47,10 +47,10 @@ class ShardedBatch(dict[str, Any]):
 class BurstSPDataLoaderAdapter(ShardedLoader):
     """Takes the place of UlyssesSPDataLoaderAdapter: a rank's parts of the batches of its sequence group.
 
-    Batches need no position_ids and may be of any length; labels are shifted here, and in evaluation handed
-    out unshifted as well. Of D sequence groups, group g gets batches i D + g of the dataset: those that D
-    processes without sequence parallelism would work on. Batches of preferences (TRL's DPO, which have a
-    completion_mask) are not dealt: every rank of the group is given the whole batch, and the model deals it.
+    Batches need no position_ids and may be of any length; labels are shifted here. Of D sequence groups,
+    group g gets batches i D + g of the dataset: those that D processes without sequence parallelism would
+    work on. Batches of an evaluation, and of preferences (TRL's DPO, which have a completion_mask), are not
+    dealt: every rank of the group is given the whole batch, and the model deals it.
 
     Args:
         own: every rank loads batches of its own, and all work on each in turn, as over a loader that
@@ -70,10 +70,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         """Whether the epoch that runs is one of evaluation: the model was not training when it began."""
         self.last: tuple[int, int] | None = None
         """Of an evaluation's last load: samples that all groups have of the dataset, samples of a batch."""
-        self.rows, self.tokens, self.local = 0, 0, 0
-        """Of the batch that was handed out: rows, tokens before padding, tokens of a shard."""
         self.deals = True
-        """Whether that was a shard, and not the whole batch."""
+        """Whether the batch that was handed out is a shard, and not the whole."""
         self._counts_by_mask = False
         """Whether the loss is TRL's, which counts tokens by an attention mask."""
         samplers = [getattr(dl, name, None) for name in ("batch_sampler", "sampler")]
@@ -89,7 +87,10 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if self._dispatched:
             dl.state = SimpleNamespace(num_processes=1, process_index=dist.get_rank(), device=dl.state.device)
             dl.slice_fn = lambda batch, *_, **__: batch
-        self._newest = _Newest(dl)
+        self._newest: Any = None
+        """The batch that Accelerate read last, one ahead of the batch that it hands out."""
+        if (inner := getattr(dl, "base_dataloader", None)) is not None:
+            inner.__iter__ = partial(self._watched, inner.__iter__)  # what Accelerate calls, by this name
 
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of a loader (its dataset, its samplers) from the inner loader."""
@@ -109,15 +110,12 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         vars(self.dl)[_ADAPTER] = self
         if self.groups > 1:
             self._refuse_parts()
-        if self._dealer is None or not self.evaluates:
+        with ExitStack() as stack:
+            if self.evaluates:
+                stack.enter_context(while_set(sequence, deals=True, evaluates_whole=False))
+            if self.evaluates and self._dealer is not None:
+                stack.enter_context(while_set(self._dealer, **_BY_WHOLE_BATCHES))
             yield from super().__iter__()
-            return
-        own = {name: getattr(self._dealer, name) for name in _BY_WHOLE_BATCHES}
-        vars(self._dealer).update(_BY_WHOLE_BATCHES)
-        try:
-            yield from super().__iter__()
-        finally:
-            vars(self._dealer).update(own)
 
     def _refuse_parts(self) -> None:
         """Raise RefusedError where a group's batches are not those of a process.
@@ -126,14 +124,14 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         """
         split = any(getattr(x, "split_batches", False) for x in (self.dl, self._dealer))
         known = self._dispatched or self._dealer is not None or self.own
-        for name, is_set in {
-            "split_batches": split and (self.evaluates or self._dispatched),
-            "dispatch_batches=False for a streamed dataset": self.evaluates and not known,
-        }.items():
-            if is_set:
-                raise RefusedError(
-                    "loader", f"Accelerate's {name} is not served with several sequence groups: leave it out"
-                )
+        if split and (self.evaluates or self._dispatched):
+            name = "split_batches"
+        elif self.evaluates and not known:
+            name = "dispatch_batches=False for a streamed dataset"
+        else:
+            return
+        text = f"Accelerate's {name} is not served with several sequence groups: leave it out"
+        raise RefusedError("loader", text)
 
     def _load(self, batches: Iterator[Any]) -> Any:
         """Return this group's batch; a group for which none is left works on another's."""
@@ -175,52 +173,39 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return reported if count and reported != size else min(count, reported)
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        if is_of_preferences(batch):
-            return {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
-        whole, tokens = super()._prepared(batch), batch["input_ids"].shape[1]
-        labels, padding = batch.get("labels"), whole["input_ids"].shape[1] - tokens
-        if self.evaluates and isinstance(labels, Tensor):  # in training a loss made of them would be wrong
-            whole["labels"] = pad(labels.cpu(), (0, padding), value=IGNORED)
+        here = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+        if is_of_preferences(batch) or (self.evaluates and "labels" not in batch):
+            return here
+        whole, ids = super()._prepared(batch), batch["input_ids"]
+        if self.evaluates:  # a loss of the caller's own finds labels where those of a training batch are
+            return {**here, "shift_labels": whole["shift_labels"][:, : ids.shape[1]]}
         if self._counts_by_mask:
             real = batch.get("attention_mask")
-            real = torch.ones_like(batch["input_ids"]) if real is None else real
-            whole["attention_mask"] = pad(real.cpu(), (0, padding))
-        return {**whole, _TOKENS: tokens}
+            real = torch.ones_like(ids) if real is None else real
+            whole["attention_mask"] = pad(real.cpu(), (0, whole["input_ids"].shape[1] - ids.shape[1]))
+        return {**whole, _TOKENS: ids.numel()}
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
-        self.rows = len(whole["input_ids"])
-        self.deals = not is_of_preferences(whole)
+        self.deals = _TOKENS in whole
         if not self.deals:
             return self._on_device(whole)
-        self.tokens = whole.pop(_TOKENS)
         part = ShardedBatch(super()._part(whole))
-        part.tokens = self.rows * self.tokens
-        self.local = part["input_ids"].shape[1]
+        part.tokens = part.pop(_TOKENS)
         return part
 
     def _plan(self, batch: Mapping[str, Any]) -> None:
         """Have attention plan for a batch, and for the one after it, if Accelerate has read a packed one."""
-        super()._plan(batch)
-        newest, ended = self._newest.batch, getattr(self.dl, "end_of_dataloader", False)
+        if _TOKENS in batch:
+            super()._plan(batch)
+        newest, ended = self._newest, getattr(self.dl, "end_of_dataloader", False)
         if isinstance(newest, Mapping) and not ended and {*CUMULATED, "position_ids"} & {*newest}:
             with suppress(RefusedError):  # that batch's own turn will say so
                 super()._plan(super()._prepared(newest))
 
-
-class _Newest:
-    """The batch that a loader of Accelerate's read last, one ahead of the batch that it hands out."""
-
-    def __init__(self, loader: Any) -> None:
-        self.batch: Any = None
-        inner = getattr(loader, "base_dataloader", None)
-        if inner is not None:
-            own = inner.__iter__
-
-            def watched() -> Iterator[Any]:
-                for self.batch in own():
-                    yield self.batch
-
-            inner.__iter__ = watched  # what Accelerate calls, by this name
+    def _watched(self, iterates: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Iterate over what Accelerate reads."""
+        for self._newest in iterates():
+            yield self._newest
 
 
 _BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": True}
@@ -229,7 +214,7 @@ _BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": Tru
 Without a size a short batch stays as it is. A batch that the user drops is not in the dealer's own sampler.
 """
 _TOKENS = "burst_mcore_tokens"
-"""The key of a whole batch for its number of tokens before padding."""
+"""The key of a batch that will be dealt, for its number of tokens before padding."""
 _ADAPTER = "burst_mcore_adapter"
 """The attribute of a loader of Accelerate's that has the adapter which goes over it."""
 _sequences: WeakValueDictionary[int, SequenceParallel] = WeakValueDictionary()

@@ -9,6 +9,7 @@ from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, de
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
 from burst_mcore.transformers.errors import refuse_versions
+from burst_mcore.wrap import Replaced
 
 
 def replace_ulysses() -> None:
@@ -19,20 +20,16 @@ def replace_ulysses() -> None:
     """
     refuse_versions()
     prepare_cpu()
-    for module, name, replacing in _places():
-        if (module, name) not in _originals:
-            own = _originals[module, name] = getattr(module, name)
-            setattr(module, name, replacing(own))
+    for place in _places():
+        _replaced.replace(*place)
 
 
 def restore_ulysses() -> None:
     """Undo `replace_ulysses`, for models that are prepared later."""
-    while _originals:
-        (module, name), own = _originals.popitem()
-        setattr(module, name, own)
+    _replaced.restore()
 
 
-_originals: dict[tuple[Any, str], Any] = {}
+_replaced = Replaced()
 
 
 def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -53,13 +50,11 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         *((module, "skip_first_batches", skipping) for module in skippers),
         (accelerator.Accelerator, "gather", gathered.gathering_all),
         (accelerator.Accelerator, "gather_for_metrics", gathered.gathering),
-        (accelerator.Accelerator, "pad_across_processes", gathered.padding),
         (trainer.Trainer, "__init__", ours.counting_tokens),
         (trainer.Trainer, "get_sp_size", lambda _: lambda self: 1),
         (trainer.Trainer, "get_tp_size", ours.ranks_of_a_batch),
         (trainer.Trainer, "_get_num_items_in_batch", ours.labels_of_whole_sequences),
         (trainer.Trainer, "_track_num_input_tokens", ours.inputs_of_whole_sequences),
         (trainer.Trainer, "compute_loss", ours.loss_of_whole_sequences),
-        (trainer.Trainer, "evaluation_loop", ours.over_shards),
-        (trainer.Trainer, "prediction_step", ours.with_whole_outputs),
+        (trainer.Trainer, "prediction_step", ours.with_logits),
     ]

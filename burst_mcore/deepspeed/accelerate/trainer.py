@@ -6,23 +6,19 @@ sequence parallelism the method itself is called.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import Trainer
 
-from burst_mcore.deepspeed.accelerate.gathered import whole
-from burst_mcore.deepspeed.accelerate.loader import ShardedBatch, adapter_of, group_of
+from burst_mcore.deepspeed.accelerate.loader import ShardedBatch, group_of
 from burst_mcore.loss import unpatched
 from burst_mcore.rollouts.columns import IGNORED
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.prefill import CACHE_NAMES
-from burst_mcore.wrap import around
+from burst_mcore.transformers.prepare import sequence_of
+from burst_mcore.wrap import around, while_set
 
 AnyMethod = Callable[..., Any]
 SERVED = {
@@ -57,13 +53,18 @@ def labels_of_whole_sequences(count: AnyMethod, self: Any, batches: Sequence[Any
     Over the accumulated micro-batches, and in training over all groups where the Trainer averages over
     devices. The loss of an evaluation is that of one process, however many groups there are.
     """
+    everywhere = self.args.average_tokens_across_devices
     if _size(self) == 1:
         return count(self, batches, device)
+    if not self.model.training:
+        with while_set(self.args, average_tokens_across_devices=False):
+            of_process = count(self, batches, device)
+        # Where losses are scaled by the replicas, an evaluation's must not be.
+        times = self.accelerator.num_processes if everywhere else self.get_tp_size()
+        return None if of_process is None else of_process * times
     if not batches or "shift_labels" not in batches[0]:
         return None
-    number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
-    assert isinstance(number, Tensor)
-    everywhere = self.args.average_tokens_across_devices and self.model.training
+    number: Any = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
     dist.all_reduce(number, group=None if everywhere else _group(self))
     return number.to(device)
 
@@ -71,15 +72,12 @@ def labels_of_whole_sequences(count: AnyMethod, self: Any, batches: Sequence[Any
 @around
 def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
     """Trainer._track_num_input_tokens: the tokens of sequences, without the padding for the layout."""
-    before = self.state.num_input_tokens_seen
+    before, of_shards = self.state.num_input_tokens_seen, isinstance(inputs, ShardedBatch)
+    if of_shards and self.args.include_num_input_tokens_seen == "all":
+        inputs, of_shards = {"input_ids": torch.empty(inputs.tokens)}, False
     track(self, inputs)
-    size, seen = _size(self), self.state.num_input_tokens_seen - before
-    if isinstance(inputs, ShardedBatch) and self.args.include_num_input_tokens_seen == "all":
-        every = self.accelerator.gather(torch.tensor(inputs.tokens, device=self.args.device))
-        seen = int(every[::size].sum())
-    elif not isinstance(inputs, ShardedBatch):  # each rank of a group has the whole batch
-        seen //= size
-    self.state.num_input_tokens_seen = before + seen
+    seen = self.state.num_input_tokens_seen - before
+    self.state.num_input_tokens_seen = before + (seen if of_shards else seen // _size(self))
 
 
 @around
@@ -96,8 +94,7 @@ def loss_of_whole_sequences(
     transformers 5.23 gathers the losses of shards once more, and the gradient of that is a sum, SP times too
     large.
     """
-    shards = "shift_labels" in inputs
-    if _size(self) == 1 or not (shards or self.model.training):
+    if _size(self) == 1 or not self.model.training:
         return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
     for name, own in (
         ("label_smoothing_factor", self.label_smoother),
@@ -105,59 +102,27 @@ def loss_of_whole_sequences(
     ):
         if own is not None:
             raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
-    if num_items_in_batch is not None and self.model.training:
-        # Without a label: no gradient. In evaluation the loss is NaN, which the Trainer leaves out.
+    if num_items_in_batch is not None:  # without a label: no gradient
         num_items_in_batch = num_items_in_batch.clamp(min=1)
     outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
     loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    averaged = self.model.training and self.args.average_tokens_across_devices
-    if num_items_in_batch is not None and averaged:
+    if num_items_in_batch is not None and self.args.average_tokens_across_devices:
         # The mean of gradients divides by the number of sequence groups.
         loss = loss * (self.accelerator.num_processes // _size(self))
     return (loss, outputs) if return_outputs else loss
 
 
 @around
-def over_shards(evaluation_loop: AnyMethod, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trainer.evaluation_loop: predictions are for whole sequences where the Trainer makes them."""
-    if _size(self) > 1:
-        asked = inspect.signature(evaluation_loop).bind(self, dataloader, *args, **kwargs).arguments
-        loss_only = asked.get("prediction_loss_only")
-        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
-        step = getattr(self.prediction_step, "__func__", None)
-        if not loss_only and step is not Trainer.prediction_step:
-            raise RefusedError(
-                "compute_metrics",
-                f"{type(self).__name__} has a prediction_step of its own, which predicts for a shard: "
-                "leave compute_metrics out, and do not predict",
-            )
-    return evaluation_loop(self, dataloader, *args, **kwargs)
-
-
-@around
-def with_whole_outputs(
-    prediction_step: AnyMethod,
-    self: Any,
-    model: Any,
-    inputs: Any,
-    prediction_loss_only: bool,
-    ignore_keys: Any = None,
+def with_logits(
+    own: AnyMethod, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> Any:
-    """Trainer.prediction_step: predictions and labels of whole sequences, where they are asked for.
-
-    Then the model makes its logits, whether its loss is fused in training or not.
-    """
-    loader = adapter_of(self.accelerator.gradient_state.active_dataloader)
-    if _size(self) == 1 or loader is None or "shift_labels" not in inputs:
-        return prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
-    if "labels" not in inputs:  # then plain transformers has no loss, which here is one of the tokens
-        own = getattr(self.model.config, "keys_to_ignore_at_inference", CACHE_NAMES)
-        ignore_keys = [*(own if ignore_keys is None else ignore_keys), "loss"]
-    with nullcontext() if prediction_loss_only else unpatched(self.model):
-        loss, logits, labels = prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
-    if "inputs" in self.args.include_for_metrics:  # the loop reads them from the batch, after this
-        inputs["input_ids"] = whole(inputs["input_ids"], loader)
-    return loss, whole(logits, loader), whole(labels, loader)
+    """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for."""
+    if _size(self) == 1:
+        return own(self, model, inputs, prediction_loss_only, ignore_keys)
+    makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
+    loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
+    with makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
+        return own(self, model, inputs, prediction_loss_only, ignore_keys)
 
 
 def _refuse_other_trainers(kind: type) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from burst_mcore.deepspeed.config.settings import part, zero
-
-logger = logging.getLogger("burst_mcore")
 
 ADAMS = ("adam", "adamw")
 
@@ -41,15 +38,10 @@ def without_builds(config: Mapping[str, Any]) -> dict[str, Any]:
     if not on_cpu():
         return settings
     optimizer = dict(part(settings, "optimizer"))
-    changed = []
     if str(optimizer.get("type", "")).lower() in ADAMS:
         optimizer["params"] = {**part(optimizer, "params"), "torch_adam": True}
         settings["optimizer"] = optimizer
-        changed.append("torch_adam")
     settings["zero_allow_untested_optimizer"] = True
     if zero(settings).offload_optimizer:
         settings["zero_force_ds_cpu_optimizer"] = False
-        changed.append("zero_force_ds_cpu_optimizer off")
-    if changed:
-        logger.info("on a CPU, so that nothing is compiled: %s", ", ".join(changed))
     return settings

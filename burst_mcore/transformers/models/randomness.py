@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from burst_mcore.digest import digest
+from burst_mcore.wrap import while_set
 
 
 class own_draws:  # noqa: N801  # a context manager, used like a function
@@ -54,14 +55,12 @@ def noise_of_whole(model: nn.Module, share: float) -> Iterator[None]:
     transformers' hook of the embeddings divides `neftune_noise_alpha` by the root of the tokens that it sees:
     https://github.com/huggingface/transformers, src/transformers/integrations/neftune.py.
     """
-    alphas = {module: vars(module)[_ALPHA] for module in model.modules() if _ALPHA in vars(module)}
-    for module, alpha in alphas.items():
-        vars(module)[_ALPHA] = alpha * math.sqrt(share)
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if _ALPHA in vars(module):
+                alpha = vars(module)[_ALPHA] * math.sqrt(share)
+                stack.enter_context(while_set(module, **{_ALPHA: alpha}))
         yield
-    finally:
-        for module, alpha in alphas.items():
-            vars(module)[_ALPHA] = alpha
 
 
 _ALPHA = "neftune_noise_alpha"

@@ -54,7 +54,9 @@ class SequenceParallel:
     """The sequence group; None for one rank."""
     config: BurstConfig
     deals: bool = False
-    """Whether a batch without shift_labels is whole on every rank, and dealt here."""
+    """Whether batches are whole on every rank, and dealt here."""
+    loss_only: bool = False
+    """Whether an evaluation's batch that is dealt here returns no logits beside its loss."""
     evaluates_whole: bool = False
     """Whether an evaluation batch without shift_labels is a whole one, of this rank alone."""
     most_positions: int | None = None
@@ -82,18 +84,17 @@ class SequenceParallel:
     ) -> tuple[Any, dict[str, Any]]:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
-        whole = self.group is not None and arguments.get("shift_labels") is None
-        prompt = whole and arguments.get("use_cache") and mixers_of(self.model)  # MiniMax makes its cache
-        if arguments.get(TREE) is not None:
+        whole = self.group is not None and (self.deals or arguments.get("shift_labels") is None)
+        # MiniMax makes its cache in its forward
+        cached = cache_name(arguments) or (whole and arguments.get("use_cache") and mixers_of(self.model))
+        if arguments.get(TREE) is not None and not self.deals:
             sequence, arguments, finish = self._sharded(arguments)
-        elif whole and asks_for_fused_head(arguments):
+        elif whole and (asks_for_fused_head(arguments) or (self.deals and not cached)):
             sequence, arguments, finish = self._dealt_here(arguments)
         elif self.evaluates_whole and not self.model.training and arguments.get("shift_labels") is None:
             sequence = self._alone(arguments)
-        elif prompt or cache_name(arguments) is not None:
+        elif cached:
             sequence, arguments, finish = self._generating(arguments)
-        elif whole and self.deals:
-            sequence, arguments, finish = self._dealt_here(arguments)
         else:
             sequence, arguments, finish = self._sharded(arguments)
         stack = ExitStack()
@@ -149,7 +150,8 @@ class SequenceParallel:
         In training with labels no logits come back: the loss is made.
         """
         assert self.group is not None
-        tokens, labelled = arguments["input_ids"].shape[1], arguments.get("labels") is not None
+        labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+        tokens = arguments["input_ids"].shape[1]
         part = shard_of_whole_batch(arguments, self.dealing, self.group)
         fused = asks_for_fused_head(arguments)
         if not labelled and not fused:
@@ -162,8 +164,8 @@ class SequenceParallel:
         def whole(out: Any) -> Any:
             out = finish(out)
             if out.get("logits") is not None:
-                trained = labelled and self.model.training
-                out["logits"] = None if trained else self._gathered(out["logits"])[:, :tokens]
+                only_loss = labelled and (self.model.training or self.loss_only)
+                out["logits"] = None if only_loss else self._gathered(out["logits"])[:, :tokens]
             return out
 
         return sequence, part, whole

@@ -91,14 +91,16 @@ def with_lora():
     return get_peft_model(model_of(), lora)
 
 
-def own_compute_loss(self, model, inputs, **_):
+def own_compute_loss(self, model, inputs, return_outputs=False, **_):
     """A loss of logits, in one process and over shards."""
-    shifted = inputs.pop("shift_labels", None)
-    labels = inputs.pop("labels")[:, 1:] if shifted is None else shifted
-    logits = model(**inputs).logits[:, : labels.shape[1]].flatten(0, 1)
+    shifted, labels = inputs.pop("shift_labels", None), inputs.pop("labels", None)
+    labels = labels[:, 1:] if shifted is None else shifted
+    outputs = model(**inputs)
+    logits = outputs.logits[:, : labels.shape[1]].flatten(0, 1)
     total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
     count = (labels != -100).sum()
-    return total / count if shifted is None else burst.whole_loss(total, count)
+    loss = total / count if shifted is None else burst.whole_loss(total, count)
+    return (loss, outputs) if return_outputs else loss
 
 
 def penalised(self, model, inputs, **options):
@@ -219,7 +221,9 @@ OTHERS = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
-    "loss of logits": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)]},
+    "loss of logits": {
+        "data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "evaluated": ROWS[:5],
+    },
     "loss of logits, ZeRO-3": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "stage": 3},
     "a penalty": {"data": UNEQUAL, "own": [("compute_loss", penalised)]},
     "flattened rows": {"data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2},
@@ -244,6 +248,9 @@ def test_schedules_adapters_and_flattened_rows(names, tmp_path):
             assert worst(ours[2], theirs[2]) < 1e-6, name
             for key in ("learning_rate", "epoch", "num_input_tokens_seen"):
                 assert log_of_history(ours[3], key) == log_of_history(theirs[3], key), (name, key)
+            evaluations = [log_of_history(x[3], "eval_loss") for x in (ours, theirs)]
+            assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5), name
+            assert len(evaluations[0]) == ("evaluated" in OTHERS[name])
         if names[0] == "two epochs, linear schedule":
             assert len(want[0][0]) == 12 and want[0][3][-2]["epoch"] == 2
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engines import model_of, quiet, worst
 from ranks import processes
-from test_trainer import arguments_of, forget, log_of, weights
+from test_trainer import accuracy, arguments_of, forget, log_of, weights
 from trl_data import preferences, texts, tokenizer
 
 import burst_mcore.deepspeed as burst
@@ -78,7 +78,11 @@ def _trained(trainer, sp, metric):
         "grad_norm": log_of(trainer, "grad_norm"),
         metric: log_of(trainer, metric),
         "num_tokens": log_of(trainer, "num_tokens"),
-        "evaluation": [evaluation["eval_loss"], evaluation[f"eval_{metric}"]],
+        "evaluation": [
+            evaluation[name]
+            for name in ("eval_loss", f"eval_{metric}", "eval_accuracy", "eval_shape")
+            if name in evaluation
+        ],
     }
     parameters = weights(trainer)
     if sp is not None:
@@ -118,9 +122,11 @@ CASES = {
 }
 
 
-def _metrics(rank, size, folder):
-    from burst_mcore.transformers.errors import RefusedError
+PREDICTED = {**ROWS, "compute_metrics": accuracy, "per_device_eval_batch_size": 2}
 
+
+def _predicted(rank, size, folder):
+    """What SFT finds with metrics of predictions, and what the log says."""
     lines = []
 
     class Note(logging.Handler):
@@ -130,17 +136,17 @@ def _metrics(rank, size, folder):
     quiet()
     logging.getLogger("burst_mcore").addHandler(Note())
     burst.replace_ulysses()
-    try:
-        sft(f"{folder}/{rank}", size, compute_metrics=len)
-    except RefusedError as error:
-        return str(error), [line for line in lines if "burst_mcore" in line]
+    found, _ = sft(f"{folder}/{rank}", size, **PREDICTED)
+    return found["evaluation"], [line for line in lines if "burst_mcore" in line]
 
 
-def test_predictions_of_a_shard_are_refused_and_the_log_says_whose_loss_it_is(tmp_path):
-    (one, first), (other, second) = processes(2, _metrics, str(tmp_path))
+def test_predictions_are_of_whole_sequences_and_the_log_says_whose_loss_it_is(tmp_path):
+    (((want, _),),) = processes(1, alone, [("sft", {"folder": str(tmp_path), **PREDICTED})])
+    (one, first), (other, second) = processes(2, _predicted, str(tmp_path))
     assert len(first) == 1 and "the loss is left to TRL's fused head" in first[0] and not second
-    for words in (one, other):
-        assert "SFTTrainer has a prediction_step of its own" in words
+    assert len(want["evaluation"]) == 4
+    for found in (one, other):
+        assert found == pytest.approx(want["evaluation"], rel=1e-5)
 
 
 def _others(rank, size, folder):
