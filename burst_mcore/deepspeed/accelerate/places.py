@@ -53,6 +53,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (trainer.Trainer, "__init__", ours.counting_tokens),
         (trainer.Trainer, "get_sp_size", lambda _: lambda self: 1),
         (trainer.Trainer, "get_tp_size", ours.ranks_of_a_batch),
+        (trainer.Trainer, "get_batch_samples", ours.batches_of_training),
         (trainer.Trainer, "_get_num_items_in_batch", ours.labels_of_whole_sequences),
         (trainer.Trainer, "_track_num_input_tokens", ours.inputs_of_whole_sequences),
         (trainer.Trainer, "compute_loss", ours.loss_of_whole_sequences),

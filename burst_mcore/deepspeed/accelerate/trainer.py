@@ -47,6 +47,14 @@ def ranks_of_a_batch(own: AnyMethod, self: Any) -> int:
 
 
 @around
+def batches_of_training(own: AnyMethod, self: Any, *args: Any) -> Any:
+    """Trainer.get_batch_samples: the model trains, although an evaluation came before its first batch."""
+    if _size(self) > 1:
+        self.model.train()
+    return own(self, *args)
+
+
+@around
 def labels_of_whole_sequences(count: AnyMethod, self: Any, batches: Sequence[Any], device: Any) -> Any:
     """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
 
@@ -96,10 +104,8 @@ def loss_of_whole_sequences(
     """
     if _size(self) == 1 or not self.model.training:
         return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
-    for name, own in (
-        ("label_smoothing_factor", self.label_smoother),
-        ("compute_loss_func", self.compute_loss_func),
-    ):
+    asked = {"label_smoothing_factor": self.label_smoother, "compute_loss_func": self.compute_loss_func}
+    for name, own in asked.items():
         if own is not None:
             raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
     if num_items_in_batch is not None:  # without a label: no gradient

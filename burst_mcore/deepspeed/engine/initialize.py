@@ -111,13 +111,7 @@ def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> Sequenc
     )
 
 
-def shard_loader(
-    data: Any,
-    engine: Any,
-    *,
-    pad_token_id: int | None = None,
-    **options: Any,
-) -> ShardedLoader:
+def shard_loader(data: Any, engine: Any, *, pad_token_id: int | None = None, **options: Any) -> ShardedLoader:
     """Return a loader for an engine of `initialize`, such as one of evaluation data.
 
     `options` are those of `loader_for`.

@@ -222,7 +222,7 @@ OTHERS = {
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
     "loss of logits": {
-        "data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "evaluated": ROWS[:5],
+        "data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "evaluated": UNEQUAL[:5],
     },
     "loss of logits, ZeRO-3": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "stage": 3},
     "a penalty": {"data": UNEQUAL, "own": [("compute_loss", penalised)]},
