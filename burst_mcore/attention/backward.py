@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Call, Keys, Queries, sendable
-from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, spans
+from burst_mcore.attention.geometry.rows import Rows, gather, of_half, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.numerics.latent import ExpandedKeys, Expansion
-from burst_mcore.attention.numerics.merge import GradientSums, Held, KeysOf, WaitingShares
+from burst_mcore.attention.numerics.merge import GradientSum, GradientSums, Held, KeysOf, WaitingShares
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.columns import Column
@@ -117,17 +117,15 @@ class _Backward:
             k = self.keys_of.of(k_at, k, partial(self.keys_read, k_at, met))
             q = q if action.part is not None else self.with_output(q_at, q, met)
         for tile in met:
-            inputs = self.inputs(q, k, tile)
-            of_queries, of_keys = self.call.kernel.shares(
-                inputs, tile.pattern, self.call.scores, queries_travel=self.query_travels
-            )
-            if self.query_travels:  # first the side that stays, whose launch may make the other's share
-                k.sums.take(tile.k, of_keys)
-                q.sums.take(tile.q, of_queries)
-            else:
-                q.sums.take(tile.q, of_queries)
-                k.sums.take(tile.k, of_keys)
-            del inputs, of_queries, of_keys  # their memory is free before the next tile's
+            for half in self.halves(action, k, tile):
+                inputs = self.inputs(q, k, tile, half)
+                of_queries, of_keys = self.call.kernel.shares(
+                    inputs, tile.pattern, self.call.scores, queries_travel=self.query_travels
+                )
+                sides = (k.sums, tile.k, of_keys), (q.sums, tile.q, of_queries)
+                for sums, its_rows, share in sides if self.query_travels else sides[::-1]:
+                    sums.take(its_rows, share, half)  # of the side that stays first: it may make the other
+                del inputs, of_queries, of_keys, sides, share  # their memory is free before the next launch
         self.hand_on(action, k_at)
 
     def hand_on(self, action: Compute, k_at: int) -> None:
@@ -164,9 +162,22 @@ class _Backward:
             return (range(self.keys.k.shape[1]),)
         return spans(tuple([tile.k for tile in met]))
 
+    def halves(self, action: Compute, k: Held[Any], tile: Tile) -> Sequence[int | None]:
+        """Return the halves of the heads by which a tile is computed; None: all heads at once.
+
+        Of a large tile half of the stand-in for O, of dK and of dV is then there at once. A gradient of the
+        rank's own queries waits until the end: whole, in their dtype.
+        """
+        kernel, pattern, keys = self.call.kernel, tile.pattern, k.bundle[0]
+        served = not (kernel.takes_delta or kernel.in_place or kernel.copies or keys.shape[2] % 2)
+        simple = (pattern.full or pattern.causal) and all([len(x) == x[0].step == 1 for x in tile[:2]])
+        large = 4 * min(pattern.shape) > keys.shape[1] and keys.nbytes > GradientSum.waiting_bytes
+        comes = self.query_travels and action.source != self.call.position
+        return (0, 1) if comes and large and served and simple else (None,)
+
     def with_output(self, q_at: int, q: Held[Any], met: Sequence[Tile]) -> Held[Any]:
-        """Return queries with their output, or its stand-in for all tiles, where the kernel reads it."""
-        if self.call.kernel.takes_delta or q.out is not None:
+        """Return queries with their output, or its stand-in for several tiles, where the kernel reads it."""
+        if self.call.kernel.takes_delta or q.out is not None or (self.query_travels and len(met) == 1):
             return q
         queries = Queries(*q.bundle)
         if not self.query_travels:  # their output serves all bundles
@@ -178,17 +189,17 @@ class _Backward:
             output_stand_in(*[gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in)])
         return q._replace(out=stand_in)
 
-    def inputs(self, q: Held[Any], k: Held[Any], tile: Tile) -> BackwardInputs:
-        """Return the inputs of a tile's backward."""
+    def inputs(self, q: Held[Any], k: Held[Any], tile: Tile, half: int | None) -> BackwardInputs:
+        """Return the inputs of a tile's backward, or of half of its heads."""
         q_rows, k_rows = relative_to(q.rows, tile.q), relative_to(k.rows, tile.k)
-        queries = Queries(*[gather(x, q_rows) for x in q.bundle])
+        queries = Queries(*[of_half(gather(x, q_rows), half) for x in q.bundle])
         if self.call.kernel.takes_delta:
             out = None
-        elif q.out is None:  # not all rows were here for that of all tiles
+        elif q.out is None:  # of one tile, or not all rows were here for that of all tiles
             out = output_stand_in(queries.dout, queries.delta)
         else:
-            out = gather(q.out, q_rows)
-        keys, values = [gather(x, k_rows) for x in k.bundle]
+            out = of_half(gather(q.out, q_rows), half)
+        keys, values = [of_half(gather(x, k_rows), half) for x in k.bundle]
         return BackwardInputs(queries.dout, queries.q, keys, values, out, queries.lse, queries.delta)
 
     def accumulate(self, sums: Bundle, rows: Rows | None, first: bool, total: Bundle | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,8 @@ from burst_mcore.dtypes import of_parts, wide
 class Shard:
     """One rank's share of a call: everything that the sizes of its tensors and messages depend on."""
 
+    waiting_bytes: ClassVar[int] = 2**25
+    """Bytes of parts of a gradient, at most, that wait to be added in one pass over memory."""
     batch: int
     tokens: int
     heads: int
@@ -51,11 +54,6 @@ class Shard:
         return self.grad_dtype.itemsize
 
     @property
-    def statistic(self) -> int:
-        """Bytes of D, or LSE, of a query row and head: float32, or float64 for float64."""
-        return max(4, self.itemsize)
-
-    @property
     def rows(self) -> int:
         """Rows of all sequences of the batch."""
         return self.batch * self.tokens
@@ -78,8 +76,8 @@ class Shard:
 
     @property
     def statistic_bytes(self) -> int:
-        """Bytes of D, or LSE."""
-        return self.rows * self.heads * self.statistic
+        """Bytes of D, or LSE: in float32, or float64 for float64."""
+        return self.rows * self.heads * max(4, self.itemsize)
 
     @property
     def result_bytes(self) -> int:
@@ -122,5 +120,6 @@ class Shard:
         bundles, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
         if 1 < nodes < ranks:
             bundles, sums = min(nodes, 4) - 1 + (ranks > 2 * nodes), min(nodes, 4) + 1
-        tile = sides[0] + sides[1] / 2 + of_queries * self.out_bytes + 2 * self.statistic_bytes
-        return float(bundles * data + sums * gradient + stays + sides[0] + tile)
+        halves = of_queries and self.kv_bytes / 2 > self.waiting_bytes and self.kv_heads % 2 == 0
+        tile = (sides[1] / 2 + of_queries * self.out_bytes) / (2 if halves else 1) + 2 * self.statistic_bytes
+        return float(bundles * data + sums * gradient + stays + 2 * sides[0] + tile)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -24,6 +25,7 @@ from burst_mcore.attention.forward import Inputs, _Forward, forward
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.latent import Expansion
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.schedule.heads import share_of_heads
@@ -169,6 +171,27 @@ def test_a_kernel_that_forms_d_where_heads_are_shared_and_bundles_travel_in_part
     got, *_ = simulate(p, mask, "contiguous", Route(1, 4, 2, mirrored=mirrored), direction, "aten-cpu")
     for g, w in zip(got, dense(p, mask), strict=True):
         assert error(g, w) <= 1e-12
+
+
+@pytest.mark.parametrize("route", [Route(1, 4), Route(2, 2), Route(1, 2, rings=2)], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_large_tiles_by_halves_of_their_heads_give_the_same_bits(route, kv_heads, monkeypatch):
+    """All tiles but those of the own queries, and only where no K/V head is in both halves."""
+    p, heads, kernel = problem(0, 64, heads=4, kv_heads=kv_heads, head_dim=8), [], KERNELS["aten-cpu"]
+
+    def noted(inputs, *others):
+        heads.append(inputs.q.shape[2])
+        return kernel.backward(inputs, *others)
+
+    monkeypatch.setitem(KERNELS, "aten-cpu", replace(kernel, backward=noted))
+    whole, *_ = simulate(p, Mask.causal(), "zigzag", route, "query", "aten-cpu")
+    tiles, own = len(heads), route.size * route.rings
+    assert tiles > own and set(heads) == {4}
+    heads.clear()
+    monkeypatch.setattr(merge.GradientSum, "waiting_bytes", 0)
+    halves, *_ = simulate(p, Mask.causal(), "zigzag", route, "query", "aten-cpu")
+    assert Counter(heads) == ({4: tiles} if kv_heads == 1 else {4: own, 2: 2 * (tiles - own)})
+    assert all(torch.equal(x, y) for x, y in zip(halves, whole, strict=True))
 
 
 @pytest.mark.slow

@@ -138,6 +138,8 @@ class Kernel:
     """(patterns, problem, device, *, forward): called before the tiles of a pass, with all their patterns."""
     of_documents: Kernel | None = None
     """The kernel that takes the place of this one under masks with documents."""
+    copies: bool = False
+    """Whether it copies tensors of some heads of others."""
 
     def for_problem(self, problem: Problem) -> Kernel:
         """Return the kernel that serves a problem in the name of this one."""

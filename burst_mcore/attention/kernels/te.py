@@ -179,7 +179,7 @@ OF_DOCUMENTS = takes_any_value_dim(
         abilities=Abilities(packed=True),
     )
 )
-_LARGE_TILES = Kernel("te", _supports, _forward, _backward, of_documents=OF_DOCUMENTS)
+_LARGE_TILES = Kernel("te", _supports, _forward, _backward, of_documents=OF_DOCUMENTS, copies=True)
 KERNEL = takes_any_value_dim(
     leaves_small_tiles(_LARGE_TILES, lambda scores: reference.KERNEL if scores.deterministic else aten.FLASH)
 )

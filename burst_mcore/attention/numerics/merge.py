@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, count, relative_to, shares, strided, view
+from burst_mcore.attention.geometry.rows import Rows, count, of_half, relative_to, shares, strided, view
 from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.attention.numerics.segments import (
     KernelResults,
@@ -23,19 +23,13 @@ from burst_mcore.attention.numerics.segments import (
     RowSegments,
     narrowed,
 )
+from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import of_parts
 
 WAITING = 8
 """Parts of a row, at most, that wait to be put together."""
-WAITING_BYTES = 2**30
-"""Bytes of parts, at most, that wait in one sum. Long shards put fewer together: their passes are short
-beside the kernels, and their memory is scarce."""
-
-
 GradientShare = KernelResults | Callable[..., None]
 """A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
-
-
 AnySums = TypeVar("AnySums")
 
 
@@ -78,8 +72,9 @@ class _Sum(ABC):
     _blank: tuple[float, ...]
     """The values of rows that no part covers, by tensor."""
 
-    thrift = 1
-    """Divisor of WAITING_BYTES."""
+    waiting_bytes = 2**30
+    """Bytes of parts, at most, that wait in one sum. Long shards put fewer together: their passes are short
+    beside the kernels, and their memory is scarce."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self.dtype = like, torch.promote_types(like.dtype, torch.float32)
@@ -87,7 +82,7 @@ class _Sum(ABC):
         self._segments = RowSegments(rows)
         self._all = range(rows)
         self._total: KernelResults | None = None
-        self._limit = min(WAITING, WAITING_BYTES // self.thrift // max(1, like.numel() * like.itemsize))
+        self._limit = min(WAITING, self.waiting_bytes // max(1, like.numel() * like.itemsize))
 
     @abstractmethod
     def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
@@ -136,6 +131,8 @@ class _Sum(ABC):
         """
         if view(self._like, rows) is None:
             return None
+        if self._limit == 0 and any([segment.parts for _, segment in self._segments.over(self._all)]):
+            self._settled(self._all)  # a large part that waited alone goes before a kernel makes others
         fresh = all(segment.empty for _, segment in self._segments.over(rows[0]))
         if fresh:  # all rows will be set before any is read
             self._segments.sum_up(rows[0])
@@ -274,7 +271,9 @@ class GradientSum(_Sum):
     """The running gradient of a tensor, in at least float32."""
 
     _blank = (0.0,)
-    thrift = 32  # in backward memory is scarcest, and kernels take three times as long
+    waiting_bytes = (
+        Shard.waiting_bytes
+    )  # in backward memory is scarcest, and kernels take three times as long
 
     @classmethod
     def into(cls, total: Tensor, *, fresh: bool) -> Self:
@@ -285,9 +284,13 @@ class GradientSum(_Sum):
             gradient_sum._segments.sum_up(gradient_sum._all)
         return gradient_sum
 
-    def add(self, rows: Rows, gradient: Tensor) -> None:
-        """Add a tile's gradient [B, M, H, D] of these M rows; this may keep and write it."""
-        self._add(rows, (gradient,))
+    def add(self, rows: Rows, gradient: Tensor, half: int | None = None) -> None:
+        """Add a tile's gradient [B, M, H, D] of these M rows, of all heads or a half; this may write it."""
+        if half is None:
+            self._add(rows, (gradient,))
+        elif running := self.running(rows):  # rows are one range
+            to = of_half(running[0].zero_() if running[1] else running[0], half)
+            add_up([to, gradient], to)
 
     def running(self, rows: Rows) -> tuple[Tensor, bool] | None:
         """Return the sum of these rows to add to in place, and whether it holds no data yet.
@@ -328,8 +331,8 @@ class GradientSums:
         sums._sums = tuple([GradientSum.into(total, fresh=fresh) for total in totals])
         return sums
 
-    def take(self, rows: Rows, share: GradientShare) -> None:
-        """Add a tile's gradients of these rows of the owner; tensors may be kept and written."""
+    def take(self, rows: Rows, share: GradientShare, half: int | None = None) -> None:
+        """Add gradients of these rows of the owner, of all heads or half; tensors may be kept and written."""
         places = relative_to(self._stored, rows)
         if callable(share):
             running = [pair for total in self._sums if (pair := total.running(places))]
@@ -340,7 +343,7 @@ class GradientSums:
             share = tuple([total.room(total.dtype, count(places))[0] for total in self._sums])
             by_kernel(*share, fresh=True)
         for total, gradient in zip(self._sums, share, strict=True):
-            total.add(places, gradient)
+            total.add(places, gradient, half)
 
     def so_far(self, span: range) -> KernelResults:
         """Return views of the sums of these rows of the owner, of which some came."""
@@ -374,13 +377,13 @@ class WaitingShares:
     """The gradients of a bundle from the last compute, while the sums that travel are on their way."""
 
     def __init__(self) -> None:
-        self._shares: list[tuple[Rows, GradientShare]] = []
+        self._shares: list[tuple[Rows, GradientShare, int | None]] = []
 
-    def take(self, rows: Rows, share: GradientShare) -> None:
-        self._shares.append((rows, share))
+    def take(self, rows: Rows, share: GradientShare, half: int | None = None) -> None:
+        self._shares.append((rows, share, half))
 
     def add_to(self, sums: GradientSums) -> None:
         """Add all to the sums, and forget them."""
         shares, self._shares = self._shares, []
-        for rows, share in shares:
-            sums.take(rows, share)
+        for of_tile in shares:
+            sums.take(*of_tile)
