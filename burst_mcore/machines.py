@@ -28,14 +28,16 @@ class Constants:
     fill: float = 300.0
     """`Rates.fill`, keys: a kernel of a few hundred keys is half as fast as a kernel of many thousands.
     Public rows of attention do not tell 300 from 100 or 450."""
-    call: float = 0.456e-3
-    """`Rates.call`, seconds: the one constant fitted to public rows (docs/evidence/predictions.md)."""
+    call: float = 0.15e-3
+    """`Rates.call`, seconds, at most: tests hold a step on a CPU to it, without kernels and messages."""
+    loops: float = 0.456e-3
+    """Seconds of a step of other projects' loops beside the device, fitted to public rows: launches by A100s'
+    hosts, and what the model leaves out. Collectives of TP and EP are taken to need as much."""
     links: float = 0.85
     """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
     of attention do not tell it from 1."""
     latency: float = 10e-6
-    """`Rates.latency`, seconds: an assumption. From 2 to 30 us the median error of public rows moves by
-    less than a point."""
+    """`Rates.latency`, seconds: assumed. From 2 to 30 us the median error moves by less than a point."""
     slowdown: float = 0.06
     """`Rates.slowdown`: 8 thread blocks of NCCL (`BurstConfig.max_ctas`) on 132 multiprocessors."""
     products: float = 0.7

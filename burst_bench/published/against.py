@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from burst_bench.published.fit import calibrated
+from burst_bench.published.fit import FITTED, calibrated
 from burst_bench.published.methods import seconds_of, way_of
 from burst_bench.published.rows import CPU, Row, read, rows_of
 from burst_bench.published.training import OUT_OF_MEMORY, of_row
@@ -241,7 +241,7 @@ def _predict(row: Row, known: Mapping[str, Machine], rates: Rates | None) -> tup
     way = way_of(row)
     if isinstance(way, str):
         return None, way
-    return row.figure_of(seconds_of(row, way, rates or known[row.hardware].rates)), None
+    return row.figure_of(seconds_of(row, way, rates or known[row.hardware].rates_by(FITTED))), None
 
 
 def _legal() -> str:

@@ -12,6 +12,8 @@ from burst_bench.published.methods import seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore.machines import CONSTANTS, MACHINES, Constants, Machine
 
+FITTED = replace(CONSTANTS, call=CONSTANTS.loops)
+"""Constants of public rows, which are those of other projects' loops."""
 CLIPPED = 0.5
 """Errors beyond count as so much: a few rows that no model explains shall not decide a fit."""
 START, STOP = 0.3, 0.01
@@ -27,7 +29,7 @@ def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return known
 
 
-def calibrated(rows: Iterable[Row], constants: Constants = CONSTANTS) -> dict[str, Machine]:
+def calibrated(rows: Iterable[Row], constants: Constants = FITTED) -> dict[str, Machine]:
     """Return the machines of the rows, their two numbers (`Machine.fitted`) fitted to their own rows."""
     return {name: fitted_machine(MACHINES[name], own, constants) for name, own in by_machine(rows).items()}
 
@@ -62,7 +64,7 @@ def loss_of(rows: Sequence[Row], machine: Machine, constants: Constants) -> floa
     return sum(min(CLIPPED, abs(error(row, machine, constants))) for row in rows) / len(rows)
 
 
-def error(row: Row, machine: Machine, constants: Constants = CONSTANTS) -> float:
+def error(row: Row, machine: Machine, constants: Constants = FITTED) -> float:
     """Return the logarithm of predicted over measured."""
     way = way_of(row)
     assert not isinstance(way, str)

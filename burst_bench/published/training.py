@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from burst_bench.published.fit import FITTED
 from burst_bench.published.methods import WAYS, seconds_of
 from burst_bench.published.methods import MethodWay as AttentionWay
 from burst_bench.published.rows import Row
@@ -62,8 +63,8 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Pred
     way = AttentionWay(direction=Pass.QUERY) if run.method == FLAT else WAYS[run.method](row)
     if isinstance(way, str):
         return way
-    forward = _seconds(replace(row, passes="fwd"), way, machine.rates)
-    backward = _seconds(replace(row, passes="bwd"), way, machine.rates)
+    forward = _seconds(replace(row, passes="fwd"), way, machine.rates_by(FITTED))
+    backward = _seconds(replace(row, passes="bwd"), way, machine.rates_by(FITTED))
     runs = AttentionTime(
         forward=forward, backward=backward, head_parallel=way.heads, direction=way.direction.value,
         kernel=forward + backward,  # what of the sum is exposed is not told apart here

@@ -169,9 +169,9 @@ def _tensor(
     within = min(way.tp, cluster.intra)
     tokens, sparse = 2 * seq / way.cp * model.hidden, model.sparse_layers / model.layers
     around_all = 2 - sparse * (model.shared_ffn == 0)  # attention, and an MLP of all tokens
-    seconds = around_all * (_collective(tokens, way.tp, within, rates) + rates.call)
+    seconds = around_all * (_collective(tokens, way.tp, within, rates) + CONSTANTS.loops)
     if sparse:
-        seconds += sparse * (_collective(model.active * tokens, way.tp, within, rates) + rates.call)
+        seconds += sparse * (_collective(model.active * tokens, way.tp, within, rates) + CONSTANTS.loops)
     out = model.heads * model.value_dim * model.hidden
     beside = product * (model.projections - out + model.mlp_first / model.layers)
     return calls * (COLLECTIVES * (passes - 1) * seconds + max(0.0, seconds - beside))
@@ -184,7 +184,7 @@ def _experts(
     if way.ep == 1:
         return 0.0
     size = 2 * seq / way.cp / way.tp * model.active * model.hidden
-    each = _exchange(size, way.shares_experts(cluster), rates) + rates.call
+    each = _exchange(size, way.shares_experts(cluster), rates) + CONSTANTS.loops
     return calls * model.sparse_layers / model.layers * EXCHANGES * (passes - 1) * each
 
 

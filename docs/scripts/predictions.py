@@ -12,6 +12,7 @@ from pathlib import Path
 from step_errors import ROWS, Judged, judged, ranges
 
 from burst_bench.published.against import Compared, Report, compare
+from burst_bench.published.fit import FITTED
 from burst_bench.published.loops import (
     INTERNEVO,
     MAGI_DOUBLE_RING,
@@ -74,12 +75,14 @@ less 1.
 _CONSTANTS = """
 ## Where the numbers come from
 
-Eight constants hold for all GPUs, five of them for attention. One of them is fitted, to the rows in
-[calibration.json](../../benchmarks/public/calibration.json).
+Nine constants hold for all GPUs, six of them for attention. One of them, of other projects' loops, is fitted
+to the rows in [calibration.json](../../benchmarks/public/calibration.json).
 """
 _SOURCES = {
     "fill": "kernels slow down on few keys; public rows do not tell 300 from 100 or 450",
-    "call": "fitted, to launches of the A100s' hosts: rows of no other machine tell it",
+    "call": "seconds of the host in a step, at most: tests hold a CPU to it, and `burst_bench.check` a GPU",
+    "loops": "fitted, seconds of a step: launches by the A100s' hosts, and what the model leaves out; "
+    "rows of no other machine tell it, and of collectives of TP and EP it is an assumption",
     "links": "an assumption; public rows do not tell it from 1",
     "latency": "an assumption; from 2e-06 to 3e-05 the median error moves by less than a point",
     "slowdown": "8 thread blocks of NCCL on 132 multiprocessors",
@@ -233,7 +236,7 @@ def _with_head_dim(one: Compared, head_dim: int) -> float:
     row = replace(one.row, head_dim=head_dim)
     way = way_of(row)
     assert isinstance(way, MethodWay)
-    return row.figure_of(seconds_of(row, way, MACHINES[row.hardware].rates))
+    return row.figure_of(seconds_of(row, way, MACHINES[row.hardware].rates_by(FITTED)))
 
 
 def equal_work(judged: Iterable[Compared]) -> list[list[Compared]]:

@@ -336,9 +336,9 @@ def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
         attention(shard, 2**17, Ranks(2, 2), H100.rates, "dilated:64,2", layouts=tried)
         for tried in (LAYOUTS, UNSCATTERED)
     )
-    assert (free.layout, whole.layout) == ("striped", "zigzag")
+    assert (free.layout, whole.layout) == ("striped", "contiguous")
     predicted = step(NEMOTRON, replace(WAY, cp=2), 2**17, replace(PLACE, ranks=Ranks(2, 2)), "dilated:64,2")
-    assert predicted.attention.layout == "zigzag"
+    assert predicted.attention.layout == whole.layout
     words = text(planned("nemotron-h-8b", "128K", "h100:2x8", None, None), 3)
     assert "layers: 4 with attention, 24 with a Mamba 2; each of these has 110 million parameters" in words
     assert "MB of a scan of states and 0.123 MB of a halo (predicted)" in words

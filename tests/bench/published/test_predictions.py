@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from burst_bench.calibrate import Line, measured
 from burst_bench.core import World
 from burst_bench.published.against import compare
-from burst_bench.published.fit import by_machine, calibrated, descend, error, fitted_machine, loss_of
+from burst_bench.published.fit import FITTED, by_machine, calibrated, descend, error, fitted_machine, loss_of
 from burst_bench.published.methods import WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
@@ -68,14 +68,14 @@ def test_presets_are_what_the_calibration_rows_give():
 
 
 def _fitted_constants(rows):
-    """The constant of all machines (the host's `call`) and the machines, fitted in turn; rows count alike."""
-    known, constants = by_machine(rows), CONSTANTS
+    """The constant of all machines (`Constants.loops`) and the machines, fitted in turn; rows count alike."""
+    known, constants = by_machine(rows), FITTED
     machines = {name: MACHINES[name] for name in known}
     for _ in range(2):
         machines = {name: fitted_machine(machines[name], own, constants) for name, own in known.items()}
 
         def loss(values, machines=machines):
-            tried = replace(CONSTANTS, **values)
+            tried = replace(FITTED, **values)
             return sum(len(own) * loss_of(own, machines[name], tried) for name, own in known.items())
 
         constants = replace(constants, **descend({"call": float(constants.call)}, [("call",)], loss))
@@ -97,7 +97,7 @@ def test_the_constant_of_all_machines_does_not_hang_on_one_of_them():
         return errors[len(errors) // 2]
 
     constants, machines = _fitted_constants(used)
-    assert constants.call == pytest.approx(CONSTANTS.call, rel=0.05)
+    assert constants.call == pytest.approx(CONSTANTS.loops, rel=0.05)
     for without in held:
         others, refitted = _fitted_constants(row for row in used if row.hardware != without)
         refitted = {**machines, **refitted}
