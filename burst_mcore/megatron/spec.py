@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -190,7 +191,7 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
     other arguments, which are known only later.
     """
 
-    def __init__(self, module: type, resolve: Any) -> None:
+    def __init__(self, module: type, resolve: Callable[[TransformerConfig], ModuleSpec]) -> None:
         self.module = module
         self.params: dict[str, Any] = {}
         self.metainfo: dict[str, Any] = {}
@@ -200,13 +201,11 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
         """Return the spec for the arguments as they are now."""
         from megatron.training.arguments import core_transformer_config_from_args
 
-        spec: ModuleSpec = self._resolve(core_transformer_config_from_args(arguments.megatron_arguments()))
-        return spec
+        return self._resolve(core_transformer_config_from_args(arguments.megatron_arguments()))
 
     def __call__(self, args: Any, config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
         """Return the spec for `config`: slime calls what `--spec` names, if it can be called."""
-        spec: ModuleSpec = self._resolve(config)
-        return spec
+        return self._resolve(config)
 
     @property
     def submodules(self) -> Any:

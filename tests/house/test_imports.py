@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
 BUDGET = {
-    "burst_mcore": 25910,
+    "burst_mcore": 25770,
     "burst_mcore.torch": 900,
     "burst_mcore.recurrent": 1700,
     "burst_mcore.compat": 200,

@@ -271,9 +271,8 @@ class GradientSum(_Sum):
     """The running gradient of a tensor, in at least float32."""
 
     _blank = (0.0,)
-    waiting_bytes = (
-        Shard.waiting_bytes
-    )  # in backward memory is scarcest, and kernels take three times as long
+    waiting_bytes = Shard.waiting_bytes
+    """In backward memory is scarcest, and kernels take three times as long."""
 
     @classmethod
     def into(cls, total: Tensor, *, fresh: bool) -> Self:
