@@ -340,11 +340,9 @@ def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[l
     by_row = (row >= 0) & ((column < 0) | (m1 - m0 >= n1 - n0 if square else row >= 0))
     whole = (open_low & open_high) | (~by_row & (column < 0))
     apart = (n0 - m0) - (left - first)  # of diagonals that count rows
-    diagonals = (
-        torch.where(open_low, -UNBOUNDED, low + apart),
-        torch.where(open_high, UNBOUNDED, high + apart),
-    )
-    rows = tight(torch.stack([m0, m1, n0, n1, *diagonals], 1))  # those that no pair needs do not travel
+    lowest = torch.where(open_low, -UNBOUNDED, low + apart)
+    highest = torch.where(open_high, UNBOUNDED, high + apart)
+    rows = tight(torch.stack([m0, m1, n0, n1, lowest, highest], 1))  # those that no pair needs do not travel
     done = torch.cat([rows, band[:, None]], 1)[whole].tolist()
     upper = m0, torch.where(by_row, row, m1), n0, torch.where(by_row, n1, column), low, high, band
     lower = torch.where(by_row, row, m0), m1, torch.where(by_row, n0, column), n1, low, high, band

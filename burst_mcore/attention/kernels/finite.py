@@ -69,7 +69,7 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
 
 def _finite(*tensors: Tensor) -> bool:
     """Return whether all is finite; a sum that overflows counts as not finite."""
-    return all(math.isfinite(x.sum(dtype=torch.float64)) for x in tensors)
+    return all([math.isfinite(x.sum() if x.itemsize > 2 else x.sum(dtype=torch.float32)) for x in tensors])
 
 
 def _spoiled(*tensors: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.capture import refuse_capture
 from burst_mcore.dtypes import wide
 
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), str, bool, int, float, list}
+
 
 def _operator(
     name: str, takes: type[tuple[Any, ...]], returns: type[tuple[Any, ...]]
@@ -165,14 +167,14 @@ def _unwatched(args: ForwardArgs | BackwardArgs) -> bool:
         not torch._C._len_torch_dispatch_stack()
         and torch._C._get_tracing_state() is None
         and torch._C._functorch.peek_interpreter_stack() is None
-        and {type(x) for x in args} <= {Tensor, torch.nn.Parameter, type(None), str, bool, int, float, list}
+        and _PLAIN.issuperset(map(type, args))
     )
 
 
 def _owned(x: Tensor) -> Tensor:
     """Return x, contiguous, as a tensor that is no view for autograd: callers may write to it."""
     x = x.contiguous()
-    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+    return x.detach() if x._is_view() else x
 
 
 def _expansion(call: Call, up: Tensor) -> Expansion:
