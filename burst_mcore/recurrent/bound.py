@@ -187,21 +187,16 @@ def _delta(
     original: Function, rows: Rows, *qkv: Tensor, g: Tensor, beta: Tensor, **given: Any
 ) -> tuple[Tensor, None]:
     """fla's chunk_gated_delta_rule and chunk_kda."""
-    _refuse_cache(given, kernels.LAST)
-    normed = given.get("use_qk_l2norm_in_kernel", False)
-    kernel = kernels.delta_rule(original, use_qk_l2norm_in_kernel=normed)
-    return _recurrence(kernel, rows, (*qkv, g, beta)), None
+    options = _served(original, given, kernels.LAST, "use_qk_l2norm_in_kernel", "chunk_size")
+    return _recurrence(kernels.delta_rule(original, **options), rows, (*qkv, g, beta)), None
 
 
 def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **given: Any) -> Tensor:
     """mamba-ssm's mamba_chunk_scan_combined."""
     x, dt, A, B, C = tensors
-    _refuse_cache(given, kernels.LASTS)
-    if given.get("z") is not None:
-        raise ValueError("a gate z within Mamba 2's scan is not served over shards: gate its outputs")
-    names = [name for name in ("chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit") if name in given]
-    kernel = kernels.mamba2(original, A, **{name: given[name] for name in names})
-    return _recurrence(kernel, rows, (x, dt, B, C))
+    names = "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"
+    options = _served(original, given, kernels.LASTS, *names)
+    return _recurrence(kernels.mamba2(original, A, **options), rows, (x, dt, B, C))
 
 
 def _mamba1(
@@ -209,8 +204,9 @@ def _mamba1(
 ) -> Tensor:
     """mamba-ssm's selective_scan_fn."""
     u, dt, A, B, C = tensors
-    _refuse_cache(given, ("", "return_last_state"))
-    out = _recurrence(kernels.mamba1(original, A, **given), rows, (u, dt, B, C))
+    names = "D", "delta_bias", "delta_softplus", "use_associative_scan"
+    options = _served(original, given, ("return_last_state",), *names)
+    out = _recurrence(kernels.mamba1(original, A, **options), rows, (u, dt, B, C))
     return out if z is None else out * silu(z)
 
 
@@ -288,10 +284,19 @@ def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, kern
         yield shards, tuple(x if len(rows) == 1 else x[row : row + 1] for x in tensors)
 
 
-def _refuse_cache(given: dict[str, Any], names: tuple[str, str]) -> None:
-    state, wants_final = names
-    if given.pop(state, None) is not None or given.pop(wants_final, False):
+def _served(kernel: Function, given: dict[str, Any], cache: Sequence[str], *options: str) -> dict[str, Any]:
+    """Return the options that a mixer gave to a kernel. Raises ValueError for a cache, and for others.
+
+    Keywords that the kernel does not take are those of the model: transformers hands them down.
+    """
+    some = {key for key, value in given.items() if value is not None and value is not False}
+    if some & {*cache}:
         raise ValueError(
             "a cache in a forward over shards or packed documents is not served: each rank would keep the "
             "state of its shard alone. Set use_cache=False"
         )
+    name, taken = kernels.signature_of(kernel)
+    if others := (some & {*taken}) - {*options}:
+        legal, got = ", ".join(options), ", ".join(sorted(others))
+        raise ValueError(f"{name} over shards takes the options {legal}, and the mixer sets {got}")
+    return {key: given[key] for key in options if key in given}

@@ -77,14 +77,16 @@ class _Scan(torch.autograd.Function):
         played = _play_scan(shards, states, held, backward=False)
         starts = [played[Span(each.chain, 0, each.place)].state for each in own if not each.fragment.begins]
         ctx.shards, ctx.states, ctx.many, ctx.own = shards, states, many, tuple(own)
-        ctx.save_for_backward(*maps[:many], *starts)
-        return (*(start.clone() for start in starts), torch.empty(0, device=states.device))
+        anchor = torch.empty(0, device=states.device)
+        # All ranks save some tensor: in a checkpoint all recompute before they meet in backward.
+        ctx.save_for_backward(anchor.clone(), *maps[:many], *starts)
+        return (*(start.clone() for start in starts), anchor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         algebra, own = ctx.states.algebra, ctx.own
-        saved = ctx.saved_tensors  # once: torch's checkpoints allow no more
+        _, *saved = ctx.saved_tensors  # once: torch's checkpoints allow no more
         decays, starts = saved[: ctx.many], saved[ctx.many :]
         of_decay = iter(decays)
         decay_of = {e: next(of_decay) for e in own if not (e.fragment.begins or e.fragment.ends)}

@@ -45,19 +45,24 @@ def by_heads(kernel: Heads, tensors: Tensors, shards: Shards) -> Tensor:
     """Return the outputs of this rank's tokens.
 
     Raises:
-        ValueError: before any message, for heads that the ranks cannot share evenly.
+        ValueError: before any message, for heads that the ranks cannot share evenly; for outputs of another
+            shape than the tensor that they are like.
     """
     size, rank, dim = shards.topology.size, shards.topology.rank, kernel.dim
+    if len(kernel.heads) != len(tensors):
+        raise ValueError(
+            f"{kernel.name}: heads={kernel.heads} must have an entry for each of {len(tensors)} tensors"
+        )
     many = [1 if at is None else x.shape[at] for x, at in zip(tensors, kernel.heads, strict=True)]
     groups = [each for each in many if size % each]  # of fewer groups than ranks, several ranks share each
-    for each in (many[kernel.like], *groups, *map(len, kernel.parameters)):
+    for each in (many[kernel.like], *groups, *(len(x) for x in kernel.parameters if x.dim())):
         if each % size:
             raise ValueError(
                 f"{kernel.name}: {size} ranks cannot share {each} heads evenly. Choose a number of ranks "
                 f"that divides the heads, or a kernel with a state and way='states'"
             )
     ends = documents(shards.tokens, shards.ends)
-    parameters = tuple(x.chunk(size)[rank] for x in kernel.parameters)
+    parameters = tuple(x.chunk(size)[rank] if x.dim() else x for x in kernel.parameters)
     shapes = [x.shape for x in tensors]
     where = shards.layout, shards.tokens, size, shards.topology.intra_size
     moves = partial(Moves, f"heads, {kernel.name}", shards, dim, heads(*where).programs[rank])
@@ -68,6 +73,8 @@ def by_heads(kernel: Heads, tensors: Tensors, shards: Shards) -> Tensor:
         tensors = Moved.apply(forth, False, *tensors)  # type: ignore[no-untyped-call]
     pieces = [tuple(x.narrow(dim, a, b - a) for x in tensors) for a, b in pairwise(ends) if b > a]
     out = torch.cat([kernel.run(piece, parameters) for piece in pieces], dim)
+    if out.shape != (like := tensors[kernel.like]).shape:
+        raise ValueError(f"{kernel.name} gave outputs {tuple(out.shape)}, its like has {tuple(like.shape)}")
     if size > 1:
         share = partial(_share, (kernel.heads[kernel.like],), size)
         back = moves(([out.shape], [shapes[kernel.like]]), share)

@@ -8,7 +8,7 @@ decays. Adapters take the kernel itself, so that one adapter serves all of one s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -74,19 +74,24 @@ LAST, LASTS = ("initial_state", "output_final_state"), ("initial_states", "retur
 
 
 @lru_cache(maxsize=256)
-def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
-    """Check that the signature of a kernel names the keywords of states. Raises ValueError.
+def signature_of(kernel: Kernel) -> tuple[str, Sequence[str]]:
+    """Return the name of a kernel, and those of its arguments.
 
     transformers wraps kernels, drops the keywords that a kernel does not take, and shows the signature of its
     own torch code. So the kernel within the wrapper is asked.
     """
     closure = inspect.getclosurevars(kernel).nonlocals if inspect.isfunction(kernel) else {}
     within = closure.get("implementation", kernel)
-    missing = [name for name in names if name not in inspect.signature(within).parameters]
-    if missing:
+    return getattr(within, "__name__", str(within)), [*inspect.signature(within).parameters]
+
+
+def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
+    """Check that the signature of a kernel names the keywords of states. Raises ValueError."""
+    name, taken = signature_of(kernel)
+    if missing := [name for name in names if name not in taken]:
         raise ValueError(
-            f"kernel {getattr(within, '__name__', within)} takes no {' or '.join(missing)}: states could "
-            f"not pass between ranks. Give a kernel whose signature names {' and '.join(names)}, or a Heads"
+            f"kernel {name} takes no {' or '.join(missing)}: states could not pass between ranks. Give a "
+            f"kernel whose signature names {' and '.join(names)}, or a Heads"
         )
 
 

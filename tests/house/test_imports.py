@@ -14,8 +14,8 @@ PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 BUDGET = {
     "burst_mcore": 25770,
     "burst_mcore.torch": 900,
-    "burst_mcore.recurrent": 1700,
-    "burst_mcore.compat": 200,
+    "burst_mcore.recurrent": 1720,
+    "burst_mcore.compat": 180,
     "burst_mcore.rollouts": 420,
     "burst_plan": 6000,
     "burst_bench": 7070,

@@ -228,6 +228,29 @@ def test_groups_that_ranks_cannot_share_are_refused():
         recurrence(rule, tuple(each[:, :8] for each in x), shards, "heads")
 
 
+def test_a_scalar_that_is_trained_is_of_all_heads():
+    torch.manual_seed(0)
+    x, scale = torch.randn(2, N, HEADS).double(), torch.tensor(0.3).double().requires_grad_()
+    gradient = torch.randn_like(x)
+    kernel = Heads("scaled", lambda x, own: own[0] * x[0].cumsum(1), (2,), like=0, parameters=(scale,))
+    run = lambda x, shards: recurrence(kernel, x, shards)  # noqa: E731
+    found = sharded(run, (x,), gradient, played("striped", N, 4, ()), 1, (scale,))
+    want = alone(lambda x: scale * x[0].cumsum(1), (x,), gradient, (0, N), 1, (scale,))
+    assert error(found, want) < 1e-11
+
+
+def test_a_kernel_that_is_described_wrongly_is_refused():
+    (shards, *_) = played("zigzag", N, 1)
+    x = torch.randn(2, N, HEADS)
+    for heads_, outs, words in (
+        ((2, 2), slice(None), r"heads=\(2, 2\) must have an entry for each of 1 tensors"),
+        ((2,), slice(1), r"gave outputs \(2, 48, 1\), its like has \(2, 48, 12\)"),
+    ):
+        kernel = Heads("first", lambda x, _, outs=outs: x[0][..., outs], heads_, like=0)
+        with pytest.raises(ValueError, match=words):
+            recurrence(kernel, (x,), shards)
+
+
 def on_ranks(rank, size, intra):
     """The largest error over gloo, recomputed and not, with documents that change from step to step."""
     topology, errors = Topology.from_group(torch.distributed.group.WORLD, intra_size=intra), []

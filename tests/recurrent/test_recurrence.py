@@ -17,11 +17,13 @@ from players import alone, error, played, sharded
 from ranks import processes, threads
 from rules import BIAS, RULES, A, D, H, K, N, V, chunk_scan, in_mamba2, learned, tensors
 from torch.nn.functional import conv1d, pad
+from torch.utils.checkpoint import checkpoint
 
 from burst_mcore import Layout, Topology, shard
 from burst_mcore.recurrent import Shards, convolution, recurrence
+from burst_mcore.recurrent.bound import _served
 from burst_mcore.recurrent.exchange import States, starts_of
-from burst_mcore.recurrent.kernels import delta_rule, elementwise, gated, mamba2
+from burst_mcore.recurrent.kernels import LAST, delta_rule, elementwise, gated, mamba2
 from burst_mcore.recurrent.maps import ELEMENTWISE, MATRIX
 
 
@@ -271,6 +273,48 @@ def on_ranks(rank, size, intra):
 @pytest.mark.parametrize(("size", "intra"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_over_gloo(size, intra):
     assert max(processes(size, on_ranks, intra)) < 1e-11
+
+
+def recomputed(rank, size, name):
+    """The largest error where a checkpoint holds a recurrence alone; from some ranks states leave alone."""
+    topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
+    rule, (x, gradient) = RULES[name], tensors(name)
+    want, errors = partial(alone, lambda x: rule.run(x, None)[0], x, gradient, dim=rule.dim), []
+    for layout, ends in (("contiguous", (0, N)), ("zigzag", (0, 36, N))):
+        how, shards = (
+            {"rank": rank, "size": size, "layout": layout},
+            Shards(topology, Layout(layout), N, ends),
+        )
+        own = tuple(shard(each, rule.dim, **how).detach().requires_grad_() for each in x)
+        run = lambda *x, shards=shards: recurrence(rule, x, shards)  # noqa: E731
+        out = checkpoint(run, *own, use_reentrant=False)
+        found = [out, *torch.autograd.grad(out, own, shard(gradient, rule.dim, **how))]
+        errors.append(error(found, [shard(each, rule.dim, **how) for each in want(ends=ends)]))
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", ["delta rule", pytest.param("Mamba 2", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_a_recurrence_alone(name):
+    assert max(processes(2, recomputed, name)) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"output_final_state": True}, "a cache in a forward over shards"),
+        ({"initial_state": torch.zeros(1)}, "a cache in a forward over shards"),
+        ({"scale": 7.0}, "takes the options use_qk_l2norm_in_kernel, and the mixer sets scale"),
+    ],
+)
+def test_options_of_a_mixer_that_a_kernel_over_shards_would_not_get_are_refused(given, words):
+    def chunk_kda(q, k, v, g, scale=None, use_qk_l2norm_in_kernel=False, **of_models):
+        """By the signature of fla's."""
+
+    of_model = {"g": None, "num_items_in_batch": 3, "use_qk_l2norm_in_kernel": True}
+    known = {"use_qk_l2norm_in_kernel": True}
+    assert _served(chunk_kda, of_model, LAST, *known) == known
+    with pytest.raises(ValueError, match=words):
+        _served(chunk_kda, of_model | given, LAST, *known)
 
 
 def differing(rank, size):

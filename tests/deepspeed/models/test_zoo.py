@@ -23,7 +23,7 @@ def test_every_causal_lm_is_equal_or_refused():
     not_built = {name for name, words in found.items() if words[0] == "not built"}
     assert not_built <= NOT_BUILT
     assert page(found) == PAGE.read_text(), (
-        "write it again: python tests/deepspeed/zoo.py docs/frameworks/models.md"
+        "write it again: python tests/deepspeed/models/zoo.py docs/frameworks/models.md"
     )
 
 

@@ -287,7 +287,7 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         "# Causal LMs of transformers, one by one",
         "",
         "Look here whether burst can train a model. A slow test compares this page with new results;",
-        "`python tests/deepspeed/zoo.py docs/frameworks/models.md` makes it again.",
+        "`python tests/deepspeed/models/zoo.py docs/frameworks/models.md` makes it again.",
         "",
         f"The page covers all {len(found)} names of `AutoModelForCausalLM` in transformers {VERSION}.",
         "Each model is tiny, has random weights, and a layer of every kind that its code in transformers",
