@@ -111,7 +111,7 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
             f"{name} has layers of type {told}; served are {', '.join(LAYERS)}, where their mixers are known",
         )
     if getattr(inner, "_is_stateful", False) and not served:
-        yield "model", f"{name} carries a state along the sequence, beside attention or in its place"
+        yield "model", f"{name} carries a state along the sequence by mixers that burst does not bind"
     mixers = [
         f"{path} ({type(module).__name__})"
         for path, module in _text_model(inner).named_modules()
