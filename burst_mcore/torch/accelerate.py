@@ -149,26 +149,26 @@ def _ranks_of_a_batch(own: Any, self: Any) -> int:
 def _labels(own: Any, self: Any, batches: Any, device: Any) -> Any:
     """Trainer._get_num_items_in_batch: of this rank's sequences, where those of all ranks are not asked for.
 
-    That number is not divided by the ranks of a batch, and an evaluation's loss is that of one process.
+    The Trainer divides the number by the ranks of a batch, also where it has not added theirs.
     """
-    everywhere = self.args.average_tokens_across_devices
-    if _cp_size(self.accelerator) == 1 or (everywhere and self.model.training):
-        return own(self, batches, device)
-    with while_set(self.args, average_tokens_across_devices=False):
-        number = own(self, batches, device)
-    # Where losses are scaled by the replicas, an evaluation's must not be.
-    times = self.accelerator.num_processes if everywhere else self.get_tp_size()
-    return None if number is None else number * times
+    number = own(self, batches, device)
+    if _cp_size(self.accelerator) == 1 or self.args.average_tokens_across_devices or number is None:
+        return number
+    return number * self.get_tp_size()
 
 
 @around
 def _with_logits(
     own: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> Any:
-    """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for."""
+    """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for.
+
+    The loss is that of one process: the labels of this rank's sequences count, also right after training.
+    """
     if _cp_size(self.accelerator) == 1:
         return own(self, model, inputs, prediction_loss_only, ignore_keys)
     makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
     loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
-    with makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
+    alone = while_set(self.args, average_tokens_across_devices=False)
+    with alone, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
         return own(self, model, inputs, prediction_loss_only, ignore_keys)
