@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.operations import concatenate, find_batch_size, slice_tensors
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import BatchSampler
@@ -99,7 +101,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return getattr(self.dl, name)
 
     def __len__(self) -> int:
-        return -(-super().__len__() // self.loads)
+        dropped = self._dispatched and self.dl._drop_last and not self.evaluates
+        return (super().__len__() + (0 if dropped else self.loads - 1)) // self.loads
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sequence = _sequences.get(id(self.group))
@@ -134,7 +137,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         raise RefusedError("loader", text)
 
     def _load(self, batches: Iterator[Any]) -> Any:
-        """Return this group's batch; a group for which none is left works on another's."""
+        """Return this group's batch; in evaluation a group for which none is left works on another's."""
         loads = [next(batches)]
         while len(loads) < self.loads and not self.dl.end_of_dataloader:
             loads.append(next(batches))
@@ -204,8 +207,29 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
     def _watched(self, iterates: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over what Accelerate reads."""
-        for self._newest in iterates():
+        batches = iterates()
+        if self._dispatched and self.groups > 1 and not self.evaluates:
+            batches = self._for_all_groups(batches)
+        for self._newest in batches:
             yield self._newest
+
+    def _for_all_groups(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches of training so that each group gets one of every load, as one process a group does.
+
+        The last rows are dealt evenly, with the first ones of the epoch behind them, or are dropped. Batches
+        of other lengths than the first ones are not cut: groups without one get a whole one of the first.
+        """
+        first: list[Any] = []
+        while load := [*islice(batches, self.groups)]:
+            first, rows = first or load, sum(map(find_batch_size, load))
+            if rows < self.groups * find_batch_size(load[0]):
+                if self.dl._drop_last:
+                    return
+                load += (first * self.groups)[: self.groups]
+                with suppress(RuntimeError):
+                    whole, each = concatenate(load), -(-rows // self.groups)
+                    load = [slice_tensors(whole, slice(i * each, (i + 1) * each)) for i in range(self.groups)]
+            yield from load[: self.groups]
 
 
 _BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": True}

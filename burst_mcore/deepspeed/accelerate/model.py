@@ -73,8 +73,6 @@ def _read(size: int) -> Section:
     refuse_config(config)
     written = config.get("sequence_parallel_size", size)
     if written != size:
-        raise RefusedError(
-            "sequence_parallel_size",
-            f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={size}",
-        )
+        text = f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={size}"
+        raise RefusedError("sequence_parallel_size", text)
     return section_of(config)

@@ -61,19 +61,13 @@ def labels_of_whole_sequences(count: AnyMethod, self: Any, batches: Sequence[Any
     Over the accumulated micro-batches, and in training over all groups where the Trainer averages over
     devices. The loss of an evaluation is that of one process, however many groups there are.
     """
-    everywhere = self.args.average_tokens_across_devices
-    if _size(self) == 1:
-        return count(self, batches, device)
-    if not self.model.training:
-        with while_set(self.args, average_tokens_across_devices=False):
-            of_process = count(self, batches, device)
-        # Where losses are scaled by the replicas, an evaluation's must not be.
-        times = self.accelerator.num_processes if everywhere else self.get_tp_size()
-        return None if of_process is None else of_process * times
+    if not self.model.training or _size(self) == 1:
+        number = count(self, batches, device)
+        return number if _size(self) == 1 or number is None else number * self.get_tp_size()
     if not batches or "shift_labels" not in batches[0]:
         return None
-    number: Any = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
-    dist.all_reduce(number, group=None if everywhere else _group(self))
+    number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
+    dist.all_reduce(number, group=None if self.args.average_tokens_across_devices else _group(self))
     return number.to(device)
 
 
@@ -127,16 +121,15 @@ def with_logits(
         return own(self, model, inputs, prediction_loss_only, ignore_keys)
     makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
     loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
-    with makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
+    alone = while_set(self.args, average_tokens_across_devices=False)
+    with alone, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
         return own(self, model, inputs, prediction_loss_only, ignore_keys)
 
 
 def _refuse_other_trainers(kind: type) -> None:
     """Raise RefusedError for a trainer of TRL whose loss over shards is not known, or a subclass of one."""
-    name = next(
-        (f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")), None
-    )
-    if name is not None and name not in SERVED:
+    names = [f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")]
+    if names and names[0] not in SERVED:
         raise RefusedError(
             "trainer",
             f"{kind.__name__} is not served over sequence groups. Of TRL these are: "

@@ -58,11 +58,8 @@ def refuse_autos(config: Mapping[str, Any]) -> None:
     """Raise RefusedError for values "auto" that only the Trainer and Accelerate fill in."""
     unknown = [path for path in _autos(config) if path not in (KEY, "pipeline.stages")]
     if unknown:
-        raise RefusedError(
-            "configuration",
-            f'"auto" is filled in by the Trainer and Accelerate alone: give {", ".join(unknown)} a value, or '
-            "leave them out",
-        )
+        text = f'"auto" is filled in by the Trainer and Accelerate alone: give {", ".join(unknown)} a value'
+        raise RefusedError("configuration", text)
 
 
 def refuse_batch(config: Mapping[str, Any], replicas: int) -> None:

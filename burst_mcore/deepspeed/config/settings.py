@@ -18,9 +18,7 @@ def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """
     section = config.get(name, {})
     if not isinstance(section, Mapping):
-        raise RefusedError(
-            "configuration", f'"{name}" must be a JSON object, got {section!r}: correct it, or leave it out'
-        )
+        raise RefusedError("configuration", f'"{name}" must be a JSON object, got {section!r}')
     return section
 
 

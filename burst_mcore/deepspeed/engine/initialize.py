@@ -90,25 +90,16 @@ def initialize(
     take_means(engine)
     if training_data is None:
         return engine, optimizer, None, scheduler
-    loader = shard_loader(
-        training_data,
-        engine,
-        collate_fn=collate_fn,
-        drop_last=engine.dataloader_drop_last(),
-        pad_token_id=pad_token_id,
-    )
+    options = {"collate_fn": collate_fn, "drop_last": engine.dataloader_drop_last()}
+    loader = shard_loader(training_data, engine, pad_token_id=pad_token_id, **options)
     return engine, optimizer, loader, scheduler
 
 
 def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
     """Prepare a model as `prepare_model` does, for the sequence groups of an mpu, `unit`."""
-    return prepare_model(
-        model,
-        group=unit.get_sequence_parallel_group(),
-        config=section.attention,
-        fused_loss=section.fused_loss,
-        recompute=section.checkpointing.recomputed(),
-    )
+    group, recompute = unit.get_sequence_parallel_group(), section.checkpointing.recomputed()
+    attention, fused = section.attention, section.fused_loss
+    return prepare_model(model, group=group, config=attention, fused_loss=fused, recompute=recompute)
 
 
 def shard_loader(data: Any, engine: Any, *, pad_token_id: int | None = None, **options: Any) -> ShardedLoader:
@@ -143,9 +134,8 @@ def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tens
         return whole_mean(total, count, sequence_of(engine.module).group)
     groups = {sequence.group for sequence in attached}
     if len(groups) != 1:
-        raise RefusedError(
-            "loss", f"models were prepared for {len(groups)} sequence groups: give whole_loss one engine="
-        )
+        text = f"models were prepared for {len(groups)} sequence groups: give whole_loss one engine="
+        raise RefusedError("loss", text)
     return whole_mean(total, count, groups.pop())
 
 

@@ -458,6 +458,45 @@ def test_streamed_datasets(size, call, tmp_path):
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+ENDS = [(9, 1, False), (9, 1, True), (9, 2, False), (1, 1, False), (11, 2, True)]
+"""(rows of a stream, rows of a batch, drop_last): not all groups have a batch of the last load."""
+
+
+def _streamed(rank, size, ends):
+    """Rows that a rank's prepared loader gives in two epochs of training, of each stream."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    quiet()
+    grouped, found = size == 4, []
+    if grouped:
+        burst.replace_ulysses()
+    for count, batch, drop in ends:
+        PartialState(cpu=True)
+        rows = [{"input_ids": torch.arange(3, 15), "row": torch.tensor([i])} for i in range(count)]
+        options = {"cpu": True}
+        if grouped:
+            config = {**sections(), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+            plugin = DeepSpeedPlugin(hf_ds_config=config)
+            options = {"deepspeed_plugin": plugin, "parallelism_config": parallelism(2)}
+        loader = Accelerator(**options).prepare_data_loader(
+            torch.utils.data.DataLoader(
+                Stream(rows), batch_size=batch, drop_last=drop, collate_fn=torch.utils.data.default_collate
+            )
+        )
+        found.append([[b["row"].flatten().tolist() for b in loader] for _ in range(2)])
+        forget()
+    return found
+
+
+@pytest.mark.slow
+def test_the_end_of_a_stream_is_dealt_as_to_one_process_a_group():
+    want = processes(2, _streamed, ENDS)
+    for rank, found in enumerate(processes(4, _streamed, ENDS)):
+        for end, ours, theirs in zip(ENDS, found, want[rank // 2], strict=True):
+            assert ours == theirs, end
+
+
 RESUMED = {"data": dataset(20), "save_strategy": "steps", "save_only_model": False}
 RESUMES = [
     # (steps, the checkpoint, accumulation): within a load of Accelerate's, between loads, in the second epoch
