@@ -69,6 +69,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Trainer, "_get_num_items_in_batch", _labels),
         (Trainer, "get_tp_size", _ranks_of_a_batch),
         (Trainer, "get_cp_size", lambda _: lambda self: 1),
+        (Trainer, "compute_loss", _without_smoothing),
         (Trainer, "prediction_step", _with_logits),
     ]
 
@@ -137,6 +138,14 @@ def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: b
 def _whole_inputs(own: Any, self: Any, model: Any, inputs: Any) -> Any:
     """Trainer._prepare_context_parallel_inputs: batches stay whole; their model deals them."""
     return (nullcontext, inputs) if _cp_size(self.accelerator) > 1 else own(self, model, inputs)
+
+
+@around
+def _without_smoothing(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trainer.compute_loss: FSDP2 renames a model, and the Trainer's smoother then shifts no labels."""
+    if self.label_smoother is not None and _cp_size(self.accelerator) > 1:
+        raise RefusedError("loss", "label_smoothing_factor is not served: the loss is the model's own")
+    return own(self, *args, **kwargs)
 
 
 @around

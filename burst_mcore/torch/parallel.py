@@ -71,9 +71,8 @@ def parallelize(
     group, settings, policy = on_all_ranks(lambda: _read(model, mesh, config, loss, checkpointing, reduction))
     refuse_differences("configuration", (group.size(), settings, loss, policy, reduction))
     if is_of_transformers(model):
-        sequence = prepare_model(
-            model, group=group, config=settings, fused_loss=loss == "fused", recompute=policy
-        )
+        fused = loss == "fused"
+        sequence = prepare_model(model, group=group, config=settings, fused_loss=fused, recompute=policy)
         sequence.factor = factor = Reduction(model, group, reduction)
         return ContextParallel(model, group, sequence.topology, settings, factor, sequence.dealing)
     refuse_differences("model", fingerprint(model))
@@ -264,10 +263,8 @@ def _read(
             "in its attention layers, and make its loss by cp.whole_loss",
         )
     if policy is not None and not is_of_transformers(model):
-        raise RefusedError(
-            "checkpointing",
-            f"{type(model).__name__} is no model of transformers: use burst_mcore.checkpointing.checkpoint",
-        )
+        text = f"{type(model).__name__} is no model of transformers: use burst_mcore.checkpointing.checkpoint"
+        raise RefusedError("checkpointing", text)
     return _group_of(mesh), settings, policy
 
 
@@ -299,14 +296,11 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
     names = mesh.mesh_dim_names or ()
+    if not names:
+        raise RefusedError("mesh", f"it has {mesh.ndim} dims without names: {NAMED}")
     if DIM not in names:
-        dims = (
-            f"the dims {', '.join(names)}, none of them {DIM!r}"
-            if names
-            else f"{mesh.ndim} dims without names"
-        )
-        give = f'give the dim whose ranks share sequences, as mesh["{names[-1]}"]' if names else NAMED
-        raise RefusedError("mesh", f"it has {dims}: {give}")
+        give = f'give the dim whose ranks share sequences, as mesh["{names[-1]}"]'
+        raise RefusedError("mesh", f"it has the dims {', '.join(names)}, none of them {DIM!r}: {give}")
     return mesh[DIM].get_group()
 
 

@@ -90,6 +90,9 @@ def _of_ranks(rank, size, folder, cases):
     for options in cases:
         _forget()
         found.append(_trained(folder, CP, **options))
+    _forget()
+    with pytest.raises(RefusedError, match=r"\(loss\): label_smoothing_factor is not served"):
+        _trained(folder, CP, **cases[0], label_smoothing_factor=0.1)
     return found
 
 

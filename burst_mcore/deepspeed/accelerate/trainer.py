@@ -96,12 +96,14 @@ def loss_of_whole_sequences(
     transformers 5.23 gathers the losses of shards once more, and the gradient of that is a sum, SP times too
     large.
     """
-    if _size(self) == 1 or not self.model.training:
+    if _size(self) == 1:
         return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
     asked = {"label_smoothing_factor": self.label_smoother, "compute_loss_func": self.compute_loss_func}
     for name, own in asked.items():
         if own is not None:
             raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
+    if not self.model.training:
+        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
     if num_items_in_batch is not None:  # without a label: no gradient
         num_items_in_batch = num_items_in_batch.clamp(min=1)
     outputs = model(**inputs, num_items_in_batch=num_items_in_batch)

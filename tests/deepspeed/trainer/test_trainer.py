@@ -385,13 +385,14 @@ def _refused(rank, size, folder):
         model = model_of()
         own = None if options else (lambda outputs, labels, num_items_in_batch: outputs.loss)
         trainer = Trainer(
-            model, arguments_of(folder, 2, **options), train_dataset=UNEQUAL, data_collator=collated,
-            compute_loss_func=own,
+            model, arguments_of(folder, 2, stage=3, **options), train_dataset=UNEQUAL, data_collator=collated,
+            eval_dataset=UNEQUAL[:2], compute_loss_func=own,
         )  # fmt: skip
-        try:
-            trainer.train()
-        except RefusedError as error:
-            found.append(str(error))
+        for does in (trainer.evaluate, trainer.train):
+            try:
+                does()
+            except RefusedError as error:
+                found.append(str(error))
         forget()
     for unlike, rows in (("split_batches", ROWS[:3]), ("dispatch_batches", Stream(UNEQUAL[:3]))):
         model = model_of()
@@ -410,10 +411,11 @@ def _refused(rank, size, folder):
 def test_what_a_trainer_is_refused(tmp_path):
     """With two groups: one group's evaluation is that of one process, whatever Accelerate is told."""
     for found in processes(4, _refused, str(tmp_path)):
-        assert len(found) == 4
-        assert "label_smoothing_factor" in found[0] and "compute_loss_func" in found[1]
-        assert "Accelerate's split_batches" in found[2]
-        assert "Accelerate's dispatch_batches=False for a streamed dataset" in found[3]
+        assert len(found) == 6
+        assert all("label_smoothing_factor" in said for said in found[:2])
+        assert all("compute_loss_func" in said for said in found[2:4])
+        assert "Accelerate's split_batches" in found[4]
+        assert "Accelerate's dispatch_batches=False for a streamed dataset" in found[5]
 
 
 def _own_loss(rank, size, folder):
