@@ -59,7 +59,7 @@ def refuse_autos(config: Mapping[str, Any]) -> None:
     unknown = [path for path in _autos(config) if path not in (KEY, "pipeline.stages")]
     if unknown:
         text = f'"auto" is filled in by the Trainer and Accelerate alone: give {", ".join(unknown)} a value'
-        raise RefusedError("configuration", text)
+        raise RefusedError("configuration", f"{text}, or leave them out")
 
 
 def refuse_batch(config: Mapping[str, Any], replicas: int) -> None:

@@ -18,7 +18,8 @@ def part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """
     section = config.get(name, {})
     if not isinstance(section, Mapping):
-        raise RefusedError("configuration", f'"{name}" must be a JSON object, got {section!r}')
+        text = f'"{name}" must be a JSON object, got {section!r}: correct it, or leave it out'
+        raise RefusedError("configuration", text)
     return section
 
 
