@@ -75,6 +75,13 @@ def _accelerate(rank, size, sp, stages):
         ]
         evaluated = accelerator.prepare(loaders[1])  # before its model is there
         model, optimizer, loader = accelerator.prepare(model, optimizer, loaders[0])
+        model.eval()
+        kept, other, third = map(iter, (evaluated, *accelerator.prepare(*loaders[1:] * 2)))
+        for open_one in (kept, other, third):  # one is open in training, and two end as they began
+            next(open_one)
+        other.close()
+        third.close()
+        model.train()
         losses, norms = [], []
         for batch in loader:
             with accelerator.accumulate(model):
@@ -85,6 +92,7 @@ def _accelerate(rank, size, sp, stages):
                     norms.append(float(model.get_global_grad_norm()))
                 optimizer.step()
                 optimizer.zero_grad()
+        kept.close()
         model.eval()
         seen, labels, names = [], [], []
         with torch.no_grad():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate.utils.operations import concatenate, find_batch_size, slice_tensors
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler
 
 from burst_mcore.deepspeed.ranks.groups import unit_of
@@ -50,9 +51,9 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     """Takes the place of UlyssesSPDataLoaderAdapter: a rank's parts of the batches of its sequence group.
 
     Batches need no position_ids and may be of any length; labels are shifted here. Of D sequence groups,
-    group g gets batches i D + g of the dataset: those that D processes without sequence parallelism would
-    work on. Batches of an evaluation, and of preferences (TRL's DPO, which have a completion_mask), are not
-    dealt: every rank of the group is given the whole batch, and the model deals it.
+    group g works on batches g, D + g, ... of the dataset, as process g of D does that share no sequences.
+    Batches of an evaluation, and of preferences (TRL's DPO, which have a completion_mask), are not dealt:
+    every rank of the group is given the whole batch, and the model deals it.
 
     Args:
         own: every rank loads batches of its own, and all work on each in turn, as over a loader that
@@ -114,8 +115,9 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if self.groups > 1:
             self._refuse_parts()
         with ExitStack() as stack:
-            if self.evaluates:
-                stack.enter_context(while_set(sequence, deals=True, evaluates_whole=False))
+            if self.evaluates and sequence is not None:
+                sequence.evaluations.add(id(stack))
+                stack.callback(sequence.evaluations.discard, id(stack))
             if self.evaluates and self._dealer is not None:
                 stack.enter_context(while_set(self._dealer, **_BY_WHOLE_BATCHES))
             yield from super().__iter__()
@@ -207,9 +209,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
     def _watched(self, iterates: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over what Accelerate reads."""
-        batches = iterates()
-        if self._dispatched and self.groups > 1 and not self.evaluates:
-            batches = self._for_all_groups(batches)
+        trains = self._dispatched and self.groups > 1 and not self.evaluates
+        batches = self._for_all_groups(iterates()) if trains else iterates()
         for self._newest in batches:
             yield self._newest
 
@@ -226,7 +227,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
                 if self.dl._drop_last:
                     return
                 load += (first * self.groups)[: self.groups]
-                with suppress(RuntimeError):
+                if len({str([x.shape[1:] for x in tree_leaves(batch)]) for batch in load}) == 1:
                     whole, each = concatenate(load), -(-rows // self.groups)
                     load = [slice_tensors(whole, slice(i * each, (i + 1) * each)) for i in range(self.groups)]
             yield from load[: self.groups]

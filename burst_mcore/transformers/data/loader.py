@@ -82,14 +82,12 @@ class ShardedLoader:
                 return
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield batches; a batch is handed out once the next one is there, whose plans are made meanwhile.
+        """Return batches; a batch is handed out once the next one is there, whose plans are made meanwhile.
 
         Not of loaders that have a state to be saved: that would be one batch ahead.
         """
-        if hasattr(self.loader, "state_dict"):
-            yield from self._parts()
-            return
-        yield from one_ahead(self._parts())
+        parts = self._parts()
+        return parts if hasattr(self.loader, "state_dict") else one_ahead(parts)
 
     def _parts(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)

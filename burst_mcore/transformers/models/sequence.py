@@ -55,6 +55,8 @@ class SequenceParallel:
     config: BurstConfig
     deals: bool = False
     """Whether batches are whole on every rank, and dealt here."""
+    evaluations: set[int] = field(default_factory=set)
+    """Iterations over whole batches that are open: what is not trained on is dealt here meanwhile."""
     loss_only: bool = False
     """Whether an evaluation's batch that is dealt here returns no logits beside its loss."""
     evaluates_whole: bool = False
@@ -84,14 +86,15 @@ class SequenceParallel:
     ) -> tuple[Any, dict[str, Any]]:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
-        whole = self.group is not None and (self.deals or arguments.get("shift_labels") is None)
+        deals = self.deals or (bool(self.evaluations) and not self.model.training)
+        whole = self.group is not None and (deals or arguments.get("shift_labels") is None)
         # MiniMax makes its cache in its forward
         cached = cache_name(arguments) or (whole and arguments.get("use_cache") and mixers_of(self.model))
-        if arguments.get(TREE) is not None and not self.deals:
+        if arguments.get(TREE) is not None and not deals:
             sequence, arguments, finish = self._sharded(arguments)
-        elif whole and (asks_for_fused_head(arguments) or (self.deals and not cached)):
+        elif whole and (asks_for_fused_head(arguments) or (deals and not cached)):
             sequence, arguments, finish = self._dealt_here(arguments)
-        elif self.evaluates_whole and not self.model.training and arguments.get("shift_labels") is None:
+        elif self.evaluates_whole and whole and not (deals or self.model.training):
             sequence = self._alone(arguments)
         elif cached:
             sequence, arguments, finish = self._generating(arguments)
