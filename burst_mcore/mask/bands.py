@@ -33,7 +33,7 @@ def tightened(bands: Tensor) -> Tensor:
 
 
 def tight(bands: Tensor) -> Tensor:
-    """The same, with those that are empty."""
+    """Bands [bands, 6] without rows and columns that their diagonals do not reach; empty bands stay."""
     q0, q1, k0, k1, low, high = bands.unbind(1)
     q0, q1 = torch.maximum(q0, k0 - high), torch.minimum(q1, k1 - low)
     k0, k1 = torch.maximum(k0, q0 + low), torch.minimum(k1, q1 + high)

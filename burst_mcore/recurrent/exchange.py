@@ -163,7 +163,7 @@ def _all(tensors: Bundle, _: int) -> Bundle:
 
 
 @dataclass(frozen=True)
-class Moves:
+class RowMoves:
     """Rows of tensors that go from the shards to other tensors, and back; gradients go the other way."""
 
     name: str
@@ -220,11 +220,11 @@ class Moves:
         return tuple(out.to(x.dtype) for out, x in zip(outs, tensors, strict=True))
 
 
-class Moved(torch.autograd.Function):
+class MovedRows(torch.autograd.Function):
     """Tensors there from those of the shards, or back."""
 
     @staticmethod
-    def forward(ctx: Any, moves: Moves, back: bool, *tensors: Tensor) -> Bundle:
+    def forward(ctx: Any, moves: RowMoves, back: bool, *tensors: Tensor) -> Bundle:
         ctx.moves, ctx.back = moves, back
         return moves.carried(tensors, "forward", back)
 
@@ -238,8 +238,8 @@ def halo_of(x: Tensor, dim: int, shards: Shards, reach: int) -> Tensor:
     """Return the halo of this rank: along `dim`, `reach` rows of their document before each fragment."""
     shapes = [resized(x, dim, reach * len(shards.own))], [x.shape]
     program = shards.halo(reach).programs[shards.topology.rank]
-    moves = Moves(f"a halo of {reach} rows", shards, dim, program, shapes)
-    return Moved.apply(moves, False, x)[0]  # type: ignore[no-any-return, no-untyped-call]
+    moves = RowMoves(f"a halo of {reach} rows", shards, dim, program, shapes)
+    return MovedRows.apply(moves, False, x)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _part(x: Tensor, dim: int, rows: range) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.layout import Layout
-from burst_mcore.recurrent.exchange import Moved, Moves, resized
+from burst_mcore.recurrent.exchange import MovedRows, RowMoves, resized
 from burst_mcore.recurrent.fragments import documents
 from burst_mcore.recurrent.halo import Pairs, program_of
 from burst_mcore.recurrent.kernels import Heads, Tensors
@@ -65,12 +65,12 @@ def by_heads(kernel: Heads, tensors: Tensors, shards: Shards) -> Tensor:
     parameters = tuple(x.chunk(size)[rank] if x.dim() else x for x in kernel.parameters)
     shapes = [x.shape for x in tensors]
     where = shards.layout, shards.tokens, size, shards.topology.intra_size
-    moves = partial(Moves, f"heads, {kernel.name}", shards, dim, heads(*where).programs[rank])
+    moves = partial(RowMoves, f"heads, {kernel.name}", shards, dim, heads(*where).programs[rank])
     if size > 1:
         share = partial(_share, kernel.heads, size)
         there = [resized(x, dim, shards.tokens) for x in share(tensors, rank)]
         forth = moves((there, shapes), share, tuple(each < size for each in many))
-        tensors = Moved.apply(forth, False, *tensors)  # type: ignore[no-untyped-call]
+        tensors = MovedRows.apply(forth, False, *tensors)  # type: ignore[no-untyped-call]
     pieces = [tuple(x.narrow(dim, a, b - a) for x in tensors) for a, b in pairwise(ends) if b > a]
     out = torch.cat([kernel.run(piece, parameters) for piece in pieces], dim)
     if out.shape != (like := tensors[kernel.like]).shape:
@@ -78,7 +78,7 @@ def by_heads(kernel: Heads, tensors: Tensors, shards: Shards) -> Tensor:
     if size > 1:
         share = partial(_share, (kernel.heads[kernel.like],), size)
         back = moves(([out.shape], [shapes[kernel.like]]), share)
-        (out,) = Moved.apply(back, True, out)  # type: ignore[no-untyped-call]
+        (out,) = MovedRows.apply(back, True, out)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -99,7 +99,7 @@ def _tensors(options: dict[str, Any]) -> Tensors:
     return tuple(x for x in options.values() if isinstance(x, Tensor))
 
 
-def _given(options: dict[str, Any], own: Tensors) -> dict[str, Any]:
+def _with_tensors(options: dict[str, Any], own: Tensors) -> dict[str, Any]:
     """Return the options with these tensors in the place of theirs."""
     tensors = iter(own)
     return {name: next(tensors) if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -124,7 +124,7 @@ def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
 
     def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = x
-        named = {**_given(options, own), "initial_state": state, "output_final_state": True}
+        named = {**_with_tensors(options, own), "initial_state": state, "output_final_state": True}
         out, final = rule(q, k, v, g=g, beta=beta, **named)
         return out, final
 
@@ -157,7 +157,7 @@ def gated(rule: Kernel, **options: Any) -> Recurrence:
     learned = _tensors(options)
 
     def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
-        out, final = rule(*x, initial_state=state, output_final_state=True, **_given(options, own))
+        out, final = rule(*x, initial_state=state, output_final_state=True, **_with_tensors(options, own))
         return out, final
 
     def decay(x: Tensors) -> Tensor:
@@ -259,12 +259,12 @@ def mamba2(
     scan: called as scan(x, dt, A, B, C, initial_states=, return_final_states=True, ...).
     """
     check_states(scan, LASTS)
-    given = {**options, "A": A, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    learned = _tensors(given)
+    arguments = {**options, "A": A, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    learned = _tensors(arguments)
 
     def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
         hidden, dt, B, C = x
-        named = {**_given(given, own), "initial_states": state, "return_final_states": True}
+        named = {**_with_tensors(arguments, own), "initial_states": state, "return_final_states": True}
         out, final = scan(hidden, dt, named.pop("A"), B, C, **named)
         return out, final
 
@@ -295,11 +295,11 @@ def mamba1(
     scan: called as scan(u, dt, A, B, C, **options), without a gate z.
     """
     bias, columns = None if delta_bias is None else delta_bias[:, None], A.shape[-1]
-    given = {**options, "A": A, "bias": bias}
-    learned = _tensors(given)
+    arguments = {**options, "A": A, "bias": bias}
+    learned = _tensors(arguments)
 
     def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
-        named = _given(given, own)
+        named = _with_tensors(arguments, own)
         A, bias = named.pop("A"), named.pop("bias")
         u, dt, B, C = (y.to(wide(y.dtype)) for y in x)
         eye = torch.eye(columns, dtype=B.dtype, device=B.device).expand(len(B), -1, -1)

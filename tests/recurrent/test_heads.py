@@ -159,9 +159,9 @@ def test_gradients_that_are_not_summed_are_wrong(monkeypatch):
             tensors = tuple(x * (not s) for x, s in zip(tensors, moves.summed, strict=True))
         return carried(moves, tensors, pass_, back)
 
-    carried = exchange.Moves.carried
+    carried = exchange.RowMoves.carried
     assert error(*both("Mamba 2", "zigzag", 4)) < 1e-11
-    monkeypatch.setattr(exchange.Moves, "carried", last_alone)
+    monkeypatch.setattr(exchange.RowMoves, "carried", last_alone)
     assert error(*both("Mamba 2", "zigzag", 4)) > 1e-3
 
 

@@ -342,7 +342,7 @@ def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[l
     apart = (n0 - m0) - (left - first)  # of diagonals that count rows
     lowest = torch.where(open_low, -UNBOUNDED, low + apart)
     highest = torch.where(open_high, UNBOUNDED, high + apart)
-    rows = tight(torch.stack([m0, m1, n0, n1, lowest, highest], 1))  # those that no pair needs do not travel
+    rows = tight(torch.stack([m0, m1, n0, n1, lowest, highest], 1))  # rows that no pair needs do not travel
     done = torch.cat([rows, band[:, None]], 1)[whole].tolist()
     upper = m0, torch.where(by_row, row, m1), n0, torch.where(by_row, n1, column), low, high, band
     lower = torch.where(by_row, row, m0), m1, torch.where(by_row, n0, column), n1, low, high, band

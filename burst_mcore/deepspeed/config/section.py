@@ -109,10 +109,10 @@ def section_of(config: Mapping[str, Any]) -> Section:
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name, {})
-    if not isinstance(found, Mapping):
-        raise SectionError(f'"{name}" must be a JSON object, got {found!r}')
-    return found
+    section = config.get(name, {})
+    if not isinstance(section, Mapping):
+        raise SectionError(f'"{name}" must be a JSON object, got {section!r}')
+    return section
 
 
 def _problems(where: str, written: Mapping[str, Any], keys: Mapping[str, Setting]) -> Iterator[str]:

@@ -97,7 +97,7 @@ class BurstDistributedAttention(nn.Module):
         from deepspeed.sequence.layer import apply_rotary_pos_emb
 
         if self.gather_idx != 1:
-            raise RefusedError("dimensions", "rotary_pos_emb needs the batch first (gather_idx 1)")
+            raise RefusedError("dimensions", "rotary_pos_emb needs q, k, v with batch first (gather_idx 1)")
         ring = self.topology
         at: dict[str, Any] = {"rank": ring.rank, "size": ring.size, "layout": self.config.layout}
         cos, sin = (shard(x, 0, **at).permute(1, 0, 2, 3) for x in embedding)
@@ -109,4 +109,4 @@ def _refuse_dropout(local_attention: Any) -> None:
     for module in modules:
         dropout = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout_p", 0.0)
         if isinstance(dropout, int | float) and dropout:
-            raise RefusedError("dropout", f"{type(module).__name__} has dropout {dropout}: set it to 0")
+            raise RefusedError("dropout", f"{type(module).__name__} has attention dropout {dropout}: set 0")
