@@ -194,8 +194,7 @@ def _delta(
 def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **given: Any) -> Tensor:
     """mamba-ssm's mamba_chunk_scan_combined."""
     x, dt, A, B, C = tensors
-    names = "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"
-    options = _served(original, given, kernels.LASTS, *names)
+    options = _served(original, given, kernels.LASTS, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")
     return _recurrence(kernels.mamba2(original, A, **options), rows, (x, dt, B, C))
 
 

@@ -77,10 +77,9 @@ class _Scan(torch.autograd.Function):
         played = _play_scan(shards, states, held, backward=False)
         starts = [played[Span(each.chain, 0, each.place)].state for each in own if not each.fragment.begins]
         ctx.shards, ctx.states, ctx.many, ctx.own = shards, states, many, tuple(own)
-        anchor = torch.empty(0, device=states.device)
         # All ranks save some tensor: in a checkpoint all recompute before they meet in backward.
-        ctx.save_for_backward(anchor.clone(), *maps[:many], *starts)
-        return (*(start.clone() for start in starts), anchor)
+        ctx.save_for_backward(torch.empty(0), *maps[:many], *starts)
+        return (*(start.clone() for start in starts), torch.empty(0, device=states.device))
 
     @staticmethod
     @once_differentiable

@@ -1,8 +1,8 @@
 """Heads by all-to-all: each rank runs a kernel on its share of the heads, over the whole sequence.
 
-An exchange before the kernel brings each rank all tokens of its heads, in the order of tokens, whatever the
-layout. One behind it brings the outputs back to the shards. Several ranks get the same part of a tensor that
-all heads read, or that has fewer groups of heads than there are ranks: its gradient is the sum of theirs.
+An exchange before the kernel brings each rank all tokens of its heads, in their order. Another brings outputs
+back to the shards. Several ranks get the same part of a tensor that has fewer groups of heads than there are
+ranks, or none: its gradient is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -45,23 +45,10 @@ def by_heads(kernel: Heads, tensors: Tensors, shards: Shards) -> Tensor:
     """Return the outputs of this rank's tokens.
 
     Raises:
-        ValueError: before any message, for heads that the ranks cannot share evenly; for outputs of another
-            shape than the tensor that they are like.
+        ValueError: the ranks cannot share the heads evenly (before any message); outputs have another shape.
     """
     size, rank, dim = shards.topology.size, shards.topology.rank, kernel.dim
-    if len(kernel.heads) != len(tensors):
-        raise ValueError(
-            f"{kernel.name}: heads={kernel.heads} must have an entry for each of {len(tensors)} tensors"
-        )
-    many = [1 if at is None else x.shape[at] for x, at in zip(tensors, kernel.heads, strict=True)]
-    groups = [each for each in many if size % each]  # of fewer groups than ranks, several ranks share each
-    for each in (many[kernel.like], *groups, *(len(x) for x in kernel.parameters if x.dim())):
-        if each % size:
-            raise ValueError(
-                f"{kernel.name}: {size} ranks cannot share {each} heads evenly. Choose a number of ranks "
-                f"that divides the heads, or a kernel with a state and way='states'"
-            )
-    ends = documents(shards.tokens, shards.ends)
+    counts, ends = _counts(kernel, tensors, size), documents(shards.tokens, shards.ends)
     parameters = tuple(x.chunk(size)[rank] if x.dim() else x for x in kernel.parameters)
     shapes = [x.shape for x in tensors]
     where = shards.layout, shards.tokens, size, shards.topology.intra_size
@@ -69,7 +56,7 @@ def by_heads(kernel: Heads, tensors: Tensors, shards: Shards) -> Tensor:
     if size > 1:
         share = partial(_share, kernel.heads, size)
         there = [resized(x, dim, shards.tokens) for x in share(tensors, rank)]
-        forth = moves((there, shapes), share, tuple(each < size for each in many))
+        forth = moves((there, shapes), share, tuple(count < size for count in counts))
         tensors = MovedRows.apply(forth, False, *tensors)  # type: ignore[no-untyped-call]
     pieces = [tuple(x.narrow(dim, a, b - a) for x in tensors) for a, b in pairwise(ends) if b > a]
     out = torch.cat([kernel.run(piece, parameters) for piece in pieces], dim)
@@ -80,6 +67,21 @@ def by_heads(kernel: Heads, tensors: Tensors, shards: Shards) -> Tensor:
         back = moves(([out.shape], [shapes[kernel.like]]), share)
         (out,) = MovedRows.apply(back, True, out)  # type: ignore[no-untyped-call]
     return out
+
+
+def _counts(kernel: Heads, tensors: Tensors, size: int) -> list[int]:
+    """Return how many heads, or groups of heads, each tensor has. Raises ValueError as `by_heads`."""
+    if len(kernel.heads) != len(tensors):
+        raise ValueError(f"{kernel.name}: {len(tensors)} tensors need as many heads=, got {kernel.heads}")
+    counts = [1 if at is None else x.shape[at] for x, at in zip(tensors, kernel.heads, strict=True)]
+    groups = [count for count in counts if size % count]  # of fewer than ranks, several ranks share each
+    for count in (counts[kernel.like], *groups, *(len(x) for x in kernel.parameters if x.dim())):
+        if count % size:
+            raise ValueError(
+                f"{kernel.name}: {size} ranks cannot share {count} heads evenly. Choose a number of ranks "
+                f"that divides the heads, or a kernel with a state and way='states'"
+            )
+    return counts
 
 
 def _share(dims: tuple[int | None, ...], size: int, tensors: Tensors, rank: int) -> Tensors:

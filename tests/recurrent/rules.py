@@ -20,7 +20,7 @@ def tensors(name, n=N, dtype=torch.float64, seed=0, heads=H, groups=1):
     rows = -torch.rand(2, n, heads, K)
     beta = torch.rand(2, n, heads)
     channels = V if heads == H else heads
-    given = {
+    drawn = {
         "delta rule": (q, k, v, gate, beta),
         "Kimi's delta rule": (q, k, v, rows, beta),
         "a gate of a head": (q, k, v, gate),
@@ -30,8 +30,8 @@ def tensors(name, n=N, dtype=torch.float64, seed=0, heads=H, groups=1):
         "a linear unit": (v.flatten(2), torch.rand(2, n, heads * V)),
         "Mamba 1": tuple(torch.randn(2, rows, n) for rows in (channels, channels, K, K)),
     }[name]
-    found = tuple(x.to(dtype) for x in given)
-    return found, torch.randn_like(found[RULES[name].like])
+    cast = tuple(x.to(dtype) for x in drawn)
+    return cast, torch.randn_like(cast[RULES[name].like])
 
 
 def chunk_scan(x, dt, A, B, C, *, D, dt_bias, dt_softplus, dt_limit, initial_states, return_final_states):

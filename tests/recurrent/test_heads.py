@@ -243,7 +243,7 @@ def test_a_kernel_that_is_described_wrongly_is_refused():
     (shards, *_) = played("zigzag", N, 1)
     x = torch.randn(2, N, HEADS)
     for heads_, outs, words in (
-        ((2, 2), slice(None), r"heads=\(2, 2\) must have an entry for each of 1 tensors"),
+        ((2, 2), slice(None), r"1 tensors need as many heads=, got \(2, 2\)"),
         ((2,), slice(1), r"gave outputs \(2, 48, 1\), its like has \(2, 48, 12\)"),
     ):
         kernel = Heads("first", lambda x, _, outs=outs: x[0][..., outs], heads_, like=0)

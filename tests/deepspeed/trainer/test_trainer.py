@@ -470,7 +470,7 @@ def _streamed(rank, size, ends):
     from accelerate.utils import DeepSpeedPlugin
 
     quiet()
-    grouped, found = size == 4, []
+    grouped, epochs = size == 4, []
     if grouped:
         burst.replace_ulysses()
     for count, batch, drop in ends:
@@ -486,9 +486,9 @@ def _streamed(rank, size, ends):
                 Stream(rows), batch_size=batch, drop_last=drop, collate_fn=torch.utils.data.default_collate
             )
         )
-        found.append([[b["row"].flatten().tolist() for b in loader] for _ in range(2)])
+        epochs.append([[b["row"].flatten().tolist() for b in loader] for _ in range(2)])
         forget()
-    return found
+    return epochs
 
 
 @pytest.mark.slow
