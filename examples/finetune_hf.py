@@ -211,7 +211,9 @@ def steps_of(engine: Any, loader: Any, done: int, end: int) -> Iterator[dict[str
                 "tokens": int(figures[1]),
                 "seconds": seconds,
             }
-            bar.set_postfix_str(f"loss {row['loss']:.3f}, {row['tokens'] / seconds:,.0f} tokens/s")
+            bar.set_postfix_str(
+                f"loss {row['loss']:.3f}, {row['tokens'] / seconds:,.0f} tokens/s", refresh=False
+            )
             bar.update()
             yield row
 

@@ -90,10 +90,10 @@ def follow(job: Job, total: int, tokens: int, done: int) -> list[Iteration]:
             iterations.append(iteration)
             if iteration.seconds is None:
                 bar.initial, bar.start_t = iteration.iteration, time.time()
-            bar.set_description("training")
+            bar.n = iteration.iteration
+            bar.set_description("training", refresh=False)
             rate = f"{tokens / iteration.seconds:,.0f} tokens/s, " if iteration.seconds else ""
             bar.set_postfix_str(f"{rate}loss {iteration.loss:.3f}")
-            bar.update(iteration.iteration - bar.n)
     return iterations
 
 

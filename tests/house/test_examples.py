@@ -102,13 +102,16 @@ def test_the_remaining_time_does_not_count_the_start(monkeypatch):
     rates = []
 
     class Bar(train.tqdm):
-        def update(self, n=1):
-            super().update(n)
-            rates.append(self.format_dict["rate"] or (self.n - self.initial) / (time.time() - self.start_t))
+        def display(self, *arguments, **options):
+            start = getattr(self, "start_t", 0)  # not there yet at the first drawing
+            rates.append((self.n - self.initial) / (time.time() - start))
+            return super().display(*arguments, **options)
 
     monkeypatch.setattr(train, "tqdm", Bar)
     assert len(train.follow(_Slow(), 10, 100, 2)) == 5
-    assert rates[0] == 0 and all(10 < rate < 200 for rate in rates[1:]), rates  # with the start: below 10
+    starts, last = rates[:2], rates[2:]
+    assert starts == [0, 0] and len(last) > 3, rates  # before and at the first iteration
+    assert all(10 < rate < 200 for rate in last), rates  # with the start: below 10
 
 
 def test_an_interrupt_is_one_whatever_handler_torch_has_set(monkeypatch, tmp_path):
