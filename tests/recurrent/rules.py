@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import torch
 from plain import delta_rule as plain_delta_rule
 from plain import gated_linear_attention, selective_scan
@@ -10,10 +12,15 @@ from torch.nn.functional import normalize, softplus
 from burst_mcore.recurrent.kernels import delta_rule, elementwise, gated, linear_attention, mamba1, mamba2
 
 N, H, K, V = 48, 2, 3, 5
+EXACT = {torch.float64: 1e-11, torch.float32: 2e-6}
+"""By dtype, the largest error beside one process."""
 
 
-def tensors(name, n=N, dtype=torch.float64, seed=0, heads=H, groups=1):
-    """(tensors of a recurrence, a gradient of its outputs); Mamba 1 has V channels, or as many as `heads`."""
+def tensors(name, n=N, dtype=torch.float64, seed=0, heads=H, groups=1, gates=None):
+    """(tensors of a recurrence, a gradient of its outputs); Mamba 1 has V channels, or as many as `heads`.
+
+    gates: the dtype of gates and steps, if they have one of their own.
+    """
     torch.manual_seed(seed)
     q, k = torch.randn(2, n, heads, K), normalize(torch.randn(2, n, heads, K), dim=-1)
     v, gate = torch.randn(2, n, heads, V), -torch.rand(2, n, heads)
@@ -23,6 +30,7 @@ def tensors(name, n=N, dtype=torch.float64, seed=0, heads=H, groups=1):
     drawn = {
         "delta rule": (q, k, v, gate, beta),
         "Kimi's delta rule": (q, k, v, rows, beta),
+        "a delta rule whose heads share keys": (q[:, :, :groups], k[:, :, :groups], v, gate, beta),
         "a gate of a head": (q, k, v, gate),
         "a gate of each row": (q, k, v, rows),
         "Mamba 2": (v, torch.randn(2, n, heads), *(torch.randn(2, n, groups, K) for _ in "BC")),
@@ -30,8 +38,28 @@ def tensors(name, n=N, dtype=torch.float64, seed=0, heads=H, groups=1):
         "a linear unit": (v.flatten(2), torch.rand(2, n, heads * V)),
         "Mamba 1": tuple(torch.randn(2, rows, n) for rows in (channels, channels, K, K)),
     }[name]
-    cast = tuple(x.to(dtype) for x in drawn)
+    at = 1 if name in ("Mamba 1", "Mamba 2", "a linear unit") else 3
+    cast = tuple(x.to(gates or dtype if place == at else dtype) for place, x in enumerate(drawn))
     return cast, torch.randn_like(cast[RULES[name].like])
+
+
+@wraps(plain_delta_rule)
+def of_shared_keys(q, k, v, **named):
+    """With fewer heads of queries and keys than of values, as fla's kernels take them."""
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    return plain_delta_rule(q, k, v, **named)
+
+
+def on_gpus(kernel, like=2):
+    """A kernel that computes in float32 whatever comes, as those of GPUs do; outputs as argument `like`."""
+
+    @wraps(kernel)
+    def run(*x, **options):
+        named = {key: y.float() if isinstance(y, torch.Tensor) else y for key, y in options.items()}
+        out, final = kernel(*(y.float() for y in x), **named)
+        return out.to(x[like].dtype), final
+
+    return run
 
 
 def chunk_scan(x, dt, A, B, C, *, D, dt_bias, dt_softplus, dt_limit, initial_states, return_final_states):
@@ -62,6 +90,7 @@ A, D, BIAS = -torch.rand(H) - 0.1, torch.randn(H), torch.randn(H)
 RULES = {
     "delta rule": delta_rule(plain_delta_rule),
     "Kimi's delta rule": delta_rule(plain_delta_rule),
+    "a delta rule whose heads share keys": delta_rule(of_shared_keys),
     "a gate of a head": gated(gated_linear_attention),
     "a gate of each row": gated(gated_linear_attention),
     "Mamba 2": in_mamba2(chunk_scan, A, D, BIAS),
@@ -69,11 +98,21 @@ RULES = {
     "a linear unit": elementwise(),
     "Mamba 1": in_mamba1(*of_channels(V)),
 }
+ON_GPUS = RULES | {
+    "delta rule": delta_rule(on_gpus(plain_delta_rule)),
+    "Kimi's delta rule": delta_rule(on_gpus(plain_delta_rule)),
+    "a delta rule whose heads share keys": delta_rule(on_gpus(of_shared_keys)),
+    "a gate of a head": gated(on_gpus(gated_linear_attention)),
+    "a gate of each row": gated(on_gpus(gated_linear_attention)),
+    "Mamba 2": in_mamba2(on_gpus(chunk_scan, 0), A, D, BIAS),
+}
+"""The same, each with a kernel that computes in float32."""
 
 
-def learned(name, heads=H, groups=1, dtype=torch.float64, n=N, parameters=None):
+def learned(name, heads=H, groups=1, dtype=torch.float64, n=N, parameters=None, gates=None, rules=RULES):
     """(a recurrence, its tensors, its parameters, or those given) of which all need gradients."""
-    x = [each.requires_grad_() for each in tensors(name, n, dtype, heads=heads, groups=groups)[0]]
+    drawn, _ = tensors(name, n, dtype, heads=heads, groups=groups, gates=gates)
+    x = [each.requires_grad_() for each in drawn]
     torch.manual_seed(1)
     given = {
         "Mamba 2": (-torch.rand(heads) - 0.1, torch.randn(heads), torch.randn(heads)),
@@ -81,5 +120,6 @@ def learned(name, heads=H, groups=1, dtype=torch.float64, n=N, parameters=None):
     }.get(name, ())
     made = [each.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for each in given]
     own = made if parameters is None else parameters
-    make = {"Mamba 2": lambda *own: in_mamba2(chunk_scan, *own), "Mamba 1": in_mamba1}.get(name)
-    return make(*own) if make else RULES[name], x, own
+    scan = chunk_scan if rules is RULES else on_gpus(chunk_scan, 0)
+    make = {"Mamba 2": lambda *own: in_mamba2(scan, *own), "Mamba 1": in_mamba1}.get(name)
+    return make(*own) if make else rules[name], x, own
