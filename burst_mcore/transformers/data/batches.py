@@ -54,9 +54,7 @@ def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
         if not all(name in row for row in rows):
             raise RefusedError("batch", f"some samples of a batch have numbers as {name}, some have not")
         if name in CUMULATED and len(rows) > 1:
-            raise RefusedError(
-                "packed rows", f"{name} is of one row: batches of {len(rows)} need position_ids"
-            )
+            raise RefusedError("packed rows", f"{name} is of one row: {len(rows)} rows need position_ids")
         values = [
             pad(row[name], (0, longest - n), value=fill.get(name, 0))
             if row[name].dim() == 1 and len(row[name]) == n and name not in CUMULATED

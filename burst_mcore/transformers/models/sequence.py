@@ -290,6 +290,8 @@ class SequenceParallel:
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         # TRL counts tokens by the mask that the adapter dealt; the positions say what it says.
         mask = None if asks_for_fused_head(arguments) else arguments.get("attention_mask")
+        if isinstance(mask, dict):
+            raise RefusedError("attention_mask", "masks by kinds of layers are not served: give one, of all")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
         arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}

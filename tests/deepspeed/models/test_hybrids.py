@@ -231,6 +231,24 @@ def refusals(rank, size):
             sharded(model, batch_of([[64], [64]]))
 
 
+def masked_by_kinds(rank, size):
+    """Rank 0 gives a mask of each kind of layers, of documents that differ: all ranks refuse."""
+    model = model_of("qwen3_next")
+    batch, cp = batch_of([[64], [64]]), parallelize(model, init_device_mesh("cpu", (size,)))
+    packed = {"full_attention": None, "linear_attention": torch.ones(2, 64).tril()}
+    words = (r"ranks \[0\] of the group refused", "masks by kinds of layers are not served: give one, of all")
+    for part in cp.loader([batch]):
+        with pytest.raises(RefusedError, match=words[rank == 0]):
+            model(**part, **({"attention_mask": packed} if rank == 0 else {}))
+    with pytest.raises(RefusedError, match="attention_mask must be a tensor, or lists of numbers"):
+        next(iter(cp.loader([{**batch, "attention_mask": packed}])))
+    return True
+
+
+def test_masks_that_differ_between_layers_are_refused():
+    assert processes(2, masked_by_kinds) == [True, True]
+
+
 def test_a_scattered_layout_and_a_mixer_of_another_way_are_refused():
     processes(2, refusals)
 
