@@ -20,9 +20,10 @@ from torch.nn.functional import conv1d, pad
 from torch.utils.checkpoint import checkpoint
 
 from burst_mcore import Layout, Topology, shard
-from burst_mcore.recurrent import Shards, convolution, recurrence
+from burst_mcore.recurrent import Shards, convolution, recurrence, scan, sequence
 from burst_mcore.recurrent.bound import _served
 from burst_mcore.recurrent.exchange import States, starts_of
+from burst_mcore.recurrent.fragments import chains
 from burst_mcore.recurrent.kernels import LAST, delta_rule, elementwise, gated, mamba2
 from burst_mcore.recurrent.maps import ELEMENTWISE, MATRIX
 
@@ -217,6 +218,19 @@ def test_maps_composed_the_wrong_way_round_are_wrong(monkeypatch):
     assert compared("delta rule", "contiguous", N, 6) > 1e-3
 
 
+def test_fragments_in_another_order_are_wrong(monkeypatch):
+    """The third and the fourth of the document change places, on all ranks."""
+
+    def swapped(*dealt):
+        return tuple((*chain[:2], chain[3], chain[2], *chain[4:]) for chain in chains(*dealt))
+
+    for module in (scan, sequence):
+        monkeypatch.setattr(module, "chains", swapped)
+    for name in ("scan", "_own"):  # without what they remember
+        monkeypatch.setattr(sequence, name, getattr(sequence, name).__wrapped__)
+    assert compared("delta rule", "zigzag", N, 4) > 1e-3
+
+
 def test_a_rank_without_tokens_takes_part_in_every_exchange():
     assert compared("delta rule", "contiguous", 3, 6) < 1e-11
     assert convolved("contiguous", 3, 6, (0, 3), 4) < 1e-11
@@ -238,6 +252,18 @@ def test_bytes_sent_are_those_counted():
     state, decay = 2 * H * K * V * 8, 2 * H * K * K * 8
     passes = [everyone[0].scan(backward=backward) for backward in (False, True)]
     assert sent == sum(p.received(rank, state=state, decay=decay) for p in passes for rank in range(4)) > 0
+
+
+def test_bytes_of_a_halo_are_those_counted_and_of_the_formula():
+    """A row of 2 x 3 numbers in float64, each width - 1 times for a fragment that another rank's precedes."""
+    everyone, x = played("zigzag", N, 4), (torch.randn(2, 3, N).double(),)
+    weight = torch.randn(3, 4).double()
+    mix = lambda x, shards: convolution(partial(convolve, weight=weight), x[0], 4, shards, -1)  # noqa: E731
+    sharded(mix, x, x[0], everyone, dim=-1)
+    sent = sum(sum(shards.carrier.sent.values()) for shards in everyone)
+    row, follow = 2 * 3 * 8, 6  # of 7 fragments behind another, the fifth lies on the rank of the fourth
+    assert sent == 2 * sum(everyone[0].halo(3).received(rank, row=row) for rank in range(4))
+    assert sent == 2 * 3 * row * follow
 
 
 def layer(x, recur, mix):

@@ -1,8 +1,10 @@
 """Hybrid models over shards: each layout, packed documents, recompute, generation, and what is refused."""
 
 import copy
+import re
 import sys
 import types
+from pathlib import Path
 
 import installed
 import pytest
@@ -94,6 +96,13 @@ def test_every_hybrid(name, size):
     layouts = [("zigzag", [[64], [64]]), ("contiguous", [[64], [64]])]
     packed = [("zigzag", DOCUMENTS), ("contiguous", DOCUMENTS)]
     check(size, [(name, *cell, number == 2) for number, cell in enumerate([*layouts, *packed])])
+
+
+def test_the_page_of_models_has_every_hybrid_among_those_that_are_equal():
+    """A slow test compares the page with new results."""
+    page = (Path(__file__).parents[3] / "docs" / "frameworks" / "models.md").read_text()
+    equal = re.findall(r"`([^`]+)`", page.split("**Equal (")[1].split("**Refused**")[0])
+    assert {*EVERY} <= {*equal} and len(equal) >= 113
 
 
 def partly_trained(rank, size):
