@@ -9,6 +9,7 @@ import os
 import queue
 import shlex
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,12 +46,16 @@ def until(holds: Callable[[], bool], what: str, seconds: float = SECONDS) -> Non
         time.sleep(0.1)
 
 
-def taken(box: queue.Queue[Any], seconds: float = SECONDS) -> Any:
-    """Return what another thread puts into a box."""
-    try:
-        return box.get(timeout=seconds)
-    except queue.Empty:
-        raise hit("no message came from another thread", seconds) from None
+def taken(box: queue.Queue[Any], seconds: float = SECONDS, failed: threading.Event | None = None) -> Any:
+    """Return what another thread puts into a box; give up within a second where `failed` is set."""
+    deadline = time.monotonic() + seconds
+    while failed is None or not failed.is_set():
+        try:
+            return box.get(timeout=min(1, seconds))
+        except queue.Empty:
+            if time.monotonic() > deadline:
+                raise hit("no message came from another thread", seconds) from None
+    raise AssertionError("another rank failed, and a message of it or of others did not come")
 
 
 def keys(store: Any, *names: str, seconds: float = OF_A_GROUP.total_seconds()) -> None:

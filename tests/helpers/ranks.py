@@ -160,20 +160,28 @@ class _Arrival:
             spoil(tensor)
 
     def wait(self) -> None:
-        for tensor, message in zip(self.into, limits.taken(self.box), strict=True):
+        messages = limits.taken(self.box, failed=getattr(_ring, "failed", None))
+        for tensor, message in zip(self.into, messages, strict=True):
             tensor.copy_(message)
+
+
+_ring = threading.local()
+"""Of a thread of `threads`: the event that one of them has failed, for which the others do not wait."""
 
 
 def threads(size: int, function: Callable[[int], Any]) -> list[Any]:
     """function(rank) in `size` threads; their results by rank. The first error is raised here."""
     found: dict[int, Any] = {}
     errors: list[BaseException] = []
+    failed = threading.Event()
 
     def run(rank: int) -> None:
+        _ring.failed = failed
         try:
             found[rank] = function(rank)
         except BaseException as error:
             errors.append(error)
+            failed.set()
 
     workers = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for worker in workers:
