@@ -13,6 +13,5 @@ launch        fresh processes over gloo; emulate: the same on an emulated cluste
 results       figures, bars, and the JSON file of a run
 report        results as a table and as a picture
 calibrate     the rates of this machine, measured, for `burst-mcore calibrate`
-rows          rows of measurements for `burst-mcore plan --against`, from results
 trace         what ranks did when: record, and `burst-mcore draw --measure`
 """

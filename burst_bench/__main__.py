@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from burst_bench import report
 from burst_bench.core import Case
 from burst_bench.launch import joined
+from burst_bench.published.rows import read, record
 from burst_bench.results import Results
-from burst_bench.rows import record, recorded
 from burst_bench.run import cases_for, device_for, run
 from burst_bench.subjects import SUBJECTS
 from burst_bench.subjects.attention import AttentionCase
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             results = run(subject, cases, names, options.repeats or subject.repeats, device, note)
         note(results)
         if options.record is not None and first:
-            count = record(options.record, results, cast(dict[str, AttentionCase], cases))
+            count = record(options.record, results.tables, cases, device)
             say(f"{count} rows for burst-mcore plan --against {options.record}\n\n")
     except (ValueError, RuntimeError, OSError) as error:
         _tell(error, first, running)
@@ -93,7 +93,8 @@ def _check(options: argparse.Namespace, subject: type[Case]) -> None:
     if options.record is not None:
         if subject is not AttentionCase:
             raise ValueError(f"--record writes rows of the subject attention, not of {subject.subject}")
-        recorded(options.record)
+        if options.record.exists():
+            read(options.record)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst_bench.core import Method, World, add, missing, shared_heads
-from burst_bench.methods.sharded import VARIANTS, AttendedBy, RingCase, ShardedAttention, dealt, divisible
+from burst_bench.methods.sharded import AttendedBy, RingCase, ShardedAttention, dealt, divisible
+from burst_bench.published.rows import LAYOUTS
 from burst_mcore.mask import Mask
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -199,11 +200,11 @@ add(
     *(
         Method(
             f"ring-flash-attn-{word}",
-            partial(_ring_flash_attn, function=_FUNCTIONS[word], layout=layout),
+            partial(_ring_flash_attn, function=function, layout=LAYOUTS[word]),
             partial(_library_needs, packages=["ring-flash-attn"], full=word == "basic"),
             ours=False,
             row={"method": "ring", "variant": word},
         )
-        for layout, word in VARIANTS.items()
+        for word, function in _FUNCTIONS.items()
     ),
 )  # fmt: skip

@@ -14,8 +14,6 @@ from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout, shard, unshard
 from burst_plan.explain.problem import LayerProblem
 
-VARIANTS = {"zigzag": "zigzag", "striped": "stripe", "contiguous": "basic"}
-"""Words in the variant of a row of measurements, by layout."""
 AttendedBy = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
 

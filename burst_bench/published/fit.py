@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,26 +38,18 @@ def calibrated(rows: Iterable[Row], constants: Constants = FITTED) -> dict[str, 
 def fitted_machine(machine: Machine, rows: Sequence[Row], constants: Constants) -> Machine:
     """Fit a machine. Rows of both passes together scale both numbers alike."""
     passes = {row.passes for row in rows}
-    names: tuple[str, ...] = machine.fitted
-    groups: list[tuple[str, ...]]
-    if not machine.switched or passes >= {"fwd", "bwd"}:
-        groups = [(name,) for name in names]
-    elif "fwd+bwd" in passes:
-        groups = [names]
-    else:
-        groups = [("forward",) if passes == {"fwd"} else ("backward",)]
-    start = {name: float(getattr(machine, name)) for name in names}
+    groups: list[tuple[str, ...]] = [(name,) for name in machine.fitted]
+    if machine.switched and not passes >= {"fwd", "bwd"}:
+        alone = ("forward",) if passes == {"fwd"} else ("backward",)
+        groups = [machine.fitted if "fwd+bwd" in passes else alone]
+    start = {name: float(getattr(machine, name)) for name in machine.fitted}
 
-    def loss(values: Mapping[str, float]) -> float:
+    def loss(values: Mapping[str, Any]) -> float:
         """The preset counts as one more row: a few rows alone do not overrule it."""
         moved = max(abs(math.log(values[name] / value)) for name, value in start.items())
-        return loss_of(rows, _with(machine, values), constants) + moved / len(rows)
+        return loss_of(rows, replace(machine, **values), constants) + moved / len(rows)
 
-    return _with(machine, descend(start, groups, loss))
-
-
-def _with(machine: Machine, values: Mapping[str, Any]) -> Machine:
-    return replace(machine, **values)
+    return replace(machine, **descend(start, groups, loss))
 
 
 def loss_of(rows: Sequence[Row], machine: Machine, constants: Constants) -> float:
@@ -75,16 +68,15 @@ def descend(
     values: Mapping[str, float],
     groups: Sequence[Sequence[str]],
     loss: Callable[[Mapping[str, float]], float],
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the values of the least loss: each group is scaled up and down, by ever smaller steps."""
     best, least, step = dict(values), loss(values), START
     while step > STOP:
-        better = False
-        for names in groups:
-            for factor in (1 + step, 1 / (1 + step)):
-                tried = {**best, **{name: best[name] * factor for name in names}}
-                if (now := loss(tried)) < least - 1e-6:
-                    best, least, better = tried, now, True
-        if not better:
+        before = least
+        for names, factor in itertools.product(groups, (1 + step, 1 / (1 + step))):
+            tried = {**best, **{name: best[name] * factor for name in names}}
+            if (now := loss(tried)) < least - 1e-6:
+                best, least = tried, now
+        if least == before:
             step /= 2
     return best

@@ -38,29 +38,6 @@ class LoopPlace:
         return [does.Recv(step, channel, str(channel), back), does.Send(step, channel, str(channel), on)]
 
 
-def follows(place: LoopPlace, *, gradients: bool) -> Program:
-    """Return a ring whose gradients make a hop after each kernel, the last of them too.
-
-    K and V of the next step leave before the kernel. Gradients leave after the kernel, and are awaited after
-    the next kernel. Both use the same communicator, so they travel one after another.
-    """
-    actions: list[does.Action] = []
-    for step in range(place.intra):
-        last = step == place.intra - 1
-        if not last:
-            actions += place.hop(step, _DATA)
-        actions.append(Compute(step, place.at(0, -step), HOME))
-        if gradients and step:
-            actions.append(Wait(step, _GRADIENT))
-        if not last:
-            actions.append(Wait(step, _DATA))
-        if gradients and place.intra > 1:
-            actions += place.hop(step, _GRADIENT)
-    if gradients and place.intra > 1:
-        actions.append(Wait(place.intra, _GRADIENT))
-    return tuple(actions)
-
-
 def together(place: LoopPlace, *, gradients: bool) -> Program:
     """Return a ring whose K, V and gradients leave together, before the kernel.
 
@@ -82,11 +59,11 @@ def together(place: LoopPlace, *, gradients: bool) -> Program:
     return tuple(actions)
 
 
-def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False) -> Program:
+def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False, in_line: bool = False) -> Program:
     """Return a double ring whose gradients go home within each window, and then on to the next window.
 
     Gradients within the first window are float32, unless all are `rounded`. Nothing is computed while the
-    last hop of a window is awaited.
+    last hop of a window is awaited. In line, gradients leave when K and V of the next step are there.
     """
     actions: list[does.Action] = []
     for window in range(place.nodes):
@@ -94,7 +71,7 @@ def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False) -> Prog
         within = _ROUNDED if rounded or window else _GRADIENT
         if onward:
             actions += place.hop(first, _NEXT)
-        actions += _window(place, window, within if gradients else None)
+        actions += _window(place, window, within if gradients else None, in_line)
         if gradients and place.nodes > 1:
             actions += place.hop(first + place.intra - 1, _NEXT_ROUNDED)
         if onward:
@@ -104,23 +81,26 @@ def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False) -> Prog
     return tuple(actions)
 
 
-def _window(place: LoopPlace, window: int, gradient: Channel | None) -> Iterator[does.Action]:
+def _window(place: LoopPlace, window: int, gradient: Channel | None, in_line: bool) -> Iterator[does.Action]:
     """Yield the steps of one window; gradient: the channel within the window, None in forward."""
     for i in range(place.intra):
         step, last = window * place.intra + i, i == place.intra - 1
+        leaves = place.hop(step, gradient) if gradient and place.intra > 1 else []
+        arrives = [] if last else [Wait(step, _DATA)]
         if not last:
             yield from place.hop(step, _DATA)
         yield Compute(step, place.at(-window, -i), HOME)
         if gradient and (i or window):
             yield Wait(step, gradient if i else _NEXT_ROUNDED)
-        if gradient and place.intra > 1:
-            yield from place.hop(step, gradient)
-        if not last:
-            yield Wait(step, _DATA)
+        yield from (*arrives, *leaves) if in_line else (*leaves, *arrives)
     if gradient and place.intra > 1:
         yield Wait(window * place.intra + place.intra - 1, gradient)
 
 
+follows = partial(windows, in_line=True)
+"""A ring (one window): gradients make a hop after each kernel, and are awaited after the next kernel.
+
+K, V and gradients use the same communicator, so they travel one after another."""
 windows_rounded = partial(windows, rounded=True)
 """All gradients have 16 bits."""
 

@@ -13,7 +13,7 @@ import torch
 
 from burst_bench.published import loops
 from burst_bench.published.loops import Gather, Loop
-from burst_bench.published.rows import Row
+from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.cost import CallTime, Passes, message_bytes
@@ -115,8 +115,6 @@ NOT_MODELLED = {
     "magi-native": "MagiAttention has a kernel and a dispatch of its own",
 }
 """Methods of the field that no schedule here runs, and why."""
-LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
-"""Layouts by the words of ring-flash-attention."""
 
 
 def _layout(row: Row) -> str:

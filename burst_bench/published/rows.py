@@ -1,18 +1,25 @@
-"""Rows of published measurements: one figure of one method on one cluster, checked field by field."""
+"""Rows of measurements: a figure of a method on a cluster, published or recorded by `bench attention`."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from burst_bench.core import METHODS, Method, Table
 from burst_mcore.attention.autotune.cost import allowed_pairs
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.dtypes import TRAINED
+from burst_mcore.machines import machine_of
 from burst_mcore.mask import Mask
+from burst_plan import provenance
 
 MASKS = ("causal", "full", "varlen_causal", "varlen_full")
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
@@ -21,6 +28,8 @@ COUNTS = ("gpus", "gpus_per_node", "heads", "kv_heads", "head_dim", "batch", "se
 """Fields that are positive integers."""
 CPU = "cpu"
 """Hardware of rows that were measured on some CPU; no preset predicts them, a file of rates does."""
+LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
+"""Layouts by the words of a row's variant, which are those of ring-flash-attention."""
 FIGURES = ("tflops", "iterations_per_second")
 """Figures of a row: 10**12 FLOPs a second and GPU, or passes a second of the slowest rank."""
 
@@ -148,3 +157,39 @@ def rows_of(contents: Sequence[Mapping[str, Any]], path: Path) -> Iterator[tuple
             yield entries, Row.of(entries)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, row {number}: {error}") from None
+
+
+def record(path: Path, tables: Mapping[str, Table], cases: Mapping[str, Any], device: str) -> int:
+    """Append the rows of a run of `bench attention` to a file; return how many there are of the run."""
+    rows = [*measured_rows(tables, cases, device)]
+    lines = ",\n ".join(map(json.dumps, [*(read(path) if path.exists() else []), *rows]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"[\n {lines}\n]\n" if lines else "[]\n")
+    return len(rows)
+
+
+def measured_rows(
+    tables: Mapping[str, Table], cases: Mapping[str, Any], device: str
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method that was timed, where a row can say what the method is and what it did."""
+    source = f"burst-mcore bench attention, commit {provenance.commit()}"
+    for name, table in tables.items():
+        for method in table.methods:
+            known, walls = METHODS.get(("attention", method)), table.get((method, "wall"))
+            shape = None if known is None else _shape(cases[name], known, device)
+            if walls and shape is not None:
+                figure = Row(**shape, tflops=1.0).figure_of(statistics.median(walls))
+                yield {**shape, "tflops": float(f"{figure:.4g}"), "source": source}
+
+
+def _shape(case: Any, method: Method, device: str) -> dict[str, Any] | None:
+    """Return all fields of a row but its figure; None if rows have no word for the mask or the layout."""
+    variant = next((word for word, layout in LAYOUTS.items() if layout == case.layout), None)
+    if not method.row or case.mask not in ("causal", "full") or variant is None:
+        return None
+    known = {field.name for field in fields(Row)}
+    shape = {name: value for name, value in vars(case).items() if name in known}
+    gpu = CPU if device == "cpu" else torch.cuda.get_device_name()
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", case.ranks))
+    where = {"hardware": machine_of(gpu) or gpu, "gpus": case.ranks, "gpus_per_node": node}
+    return {**where, **shape, "variant": variant, **method.row}

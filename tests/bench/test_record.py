@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from burst_bench.core import of_kind
 from burst_bench.published.methods import NOT_MODELLED, WAYS
+from burst_bench.published.rows import measured_rows
 from burst_bench.results import Results
-from burst_bench.rows import rows_of
 from burst_bench.subjects.attention import AttentionCase
 from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
@@ -80,8 +80,10 @@ def test_what_no_row_can_say_gives_none():
     results = Results("attention", "", "cpu", 1)
     for mask, layout in (("causal & window:8", "zigzag"), ("causal", "block-striped:4")):
         results.add("a", [("ring", "wall", [1.0])])
-        assert [*rows_of(results, {"a": AttentionCase(seq=64, mask=mask, layout=layout)})] == []
-    assert len([*rows_of(results, {"a": AttentionCase(seq=64)})]) == 1
+        assert [
+            *measured_rows(results.tables, {"a": AttentionCase(seq=64, mask=mask, layout=layout)}, "cpu")
+        ] == []
+    assert len([*measured_rows(results.tables, {"a": AttentionCase(seq=64)}, "cpu")]) == 1
 
 
 def test_a_run_that_could_not_be_recorded_is_refused_before_it_is_measured(tmp_path):

@@ -49,7 +49,7 @@ FLOORS = {
         ["methods"],
         ["gate", "stage", "results", "calibrate", "trace"],
         ["subjects"],
-        ["rows", "report", "run"],
+        ["report", "run"],
         ["check", "__main__"],
     ],
 }
