@@ -32,24 +32,21 @@ from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import wide
 
-FROM = ("device", "nowhere")
-"""Where bundles come from; "nowhere": memory that is used as a buffer is filled the first time and left as it
-is from then on, for a ring without communication."""
-
 
 class Copies:
-    """A transport whose messages are copies on a stream of their own. On the CPU they are done at once."""
+    """A transport whose messages are copies on a stream of their own. On the CPU they are done at once.
 
-    def __init__(self, source: str, device: torch.device) -> None:
-        if source not in FROM:
-            raise ValueError(f"bundles come from one of {', '.join(FROM)}, not {source!r}")
-        self._source = source
+    once: memory that is used as a buffer is filled the first time, and left as it is from then on.
+    """
+
+    def __init__(self, device: torch.device, *, once: bool = False) -> None:
+        self._once = once
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._filled: set[tuple[object, ...]] = set()
         self.abandoned: list[object] = []
         self.bytes = 0
-        """That came, or would have come from "nowhere"."""
+        """That came, or would have come again."""
 
     def connect(self, pass_: Pass) -> None:
         """Nobody is there."""
@@ -61,26 +58,21 @@ class Copies:
         came = [x for action, bundle in messages if isinstance(action, Recv) for x in bundle]
         self.bytes += sum(x.nbytes for x in came)
         written = [(x, self._values(x, index)) for index, x in enumerate(came) if self._comes(x)]
-        if self._stream is None:
-            for x, values in written:
-                x.copy_(values)
-            return []
-        if written:
+        if self._stream is not None and written:
             self._stream.wait_stream(torch.cuda.current_stream())  # who read these buffers before is done
-            with torch.cuda.stream(self._stream):
-                for x, values in written:
-                    x.copy_(values, non_blocking=True)
+        with torch.cuda.stream(self._stream):  # which is none on the CPU
+            for x, values in written:
+                x.copy_(values, non_blocking=True)
+                if self._stream is not None:
                     x.record_stream(self._stream)
-        return [self._stream.record_event()]
+        return [] if self._stream is None else [self._stream.record_event()]
 
     def _comes(self, x: Tensor) -> bool:
         """Return whether a buffer is written: always, or the first time for this memory."""
-        if self._source != "nowhere":
-            return True
         memory = x.data_ptr(), x.shape, x.dtype
         new = memory not in self._filled
         self._filled.add(memory)
-        return new
+        return new or not self._once
 
     def _values(self, x: Tensor, index: int) -> Tensor:
         """Return the arriving values: random numbers, made once for each shape and place in a bundle."""
@@ -121,8 +113,9 @@ def idle(kernel: Kernel) -> Kernel:
 class VirtualRank:
     """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own.
 
-    With `works=False` its kernel is `idle`: what its passes take is what is done around kernels. On a mesh
-    the `size` ranks form `rings` rings. Where the latent travels, `k` and `v` are it and its rope key.
+    With `works=False` its kernel is `idle` and its messages come once: what its passes take is what is done
+    around kernels. On a mesh the `size` ranks form `rings` rings. Where the latent travels, `k` and `v` are
+    it and its rope key.
     """
 
     def __init__(
@@ -131,7 +124,6 @@ class VirtualRank:
         size: int,
         *,
         mask: Mask,
-        source: str,
         kernel: str = "auto",
         works: bool = True,
         direction: Pass = Pass.QUERY,
@@ -143,7 +135,7 @@ class VirtualRank:
         n = shape.tokens * size
         problem = Problem(device, shape.dtype, *heads, *dims, launches=launches_of(mask, n))
         problem = replace(problem, documents=mask.document_ends is not None)
-        self.transport = Copies(source, self.device)
+        self.transport = Copies(self.device, once=not works)
         chosen = choose(kernel, problem)
         self.call = Call(
             rank=size // 2, route=Route(nodes=1, intra=size // rings, rings=rings),

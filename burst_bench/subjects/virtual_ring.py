@@ -1,4 +1,4 @@
-"""One rank's share of a ring on one device: beside its kernel alone, and beside itself without copies."""
+"""One rank's share of a ring on one device: beside its kernel alone, and beside all but its kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from burst_bench.core import Derived, Stage, Table, TimedStep, Trial, World, one_of
 from burst_bench.methods.kernels import SquareCase, others
-from burst_bench.methods.virtual_rank import FROM, VirtualRank
+from burst_bench.methods.virtual_rank import VirtualRank
 from burst_bench.subjects.kernels import WORK
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Pass
@@ -34,7 +34,6 @@ class VirtualCase(SquareCase):
     """Ranks of the ring, of which one is there."""
     tokens: int = 32768
     """Of that rank."""
-    source: str = one_of("device", FROM)
     direction: str = one_of("query", ("query", "kv"))
     rings: int = 1
     """Rings side by side, of a mesh of so many ranks in all."""
@@ -58,8 +57,7 @@ class VirtualCase(SquareCase):
         mask = shortened(self.mask, self.tokens * self.size, n)
         return replace(self, size=1, rings=1, tokens=n, mask=mask)
 
-    def rank(self, kernel: str, device: str, source: str, works: bool = True) -> VirtualRank:
-        """Return the rank, with bundles from `source`."""
+    def rank(self, kernel: str, device: str, works: bool = True) -> VirtualRank:
         (head_dim, value_dim), kv_heads = self.dims, self.kv_heads or self.heads
         share = Shard(
             batch=1, tokens=self.tokens, heads=self.heads, kv_heads=kv_heads, head_dim=head_dim,
@@ -67,7 +65,7 @@ class VirtualCase(SquareCase):
             latent=(8 * head_dim // 3, head_dim // 3) if self.latent else None, latent_travels=self.latent,
         )  # fmt: skip
         return VirtualRank(
-            share, self.size, mask=self.seen, source=source, kernel=kernel, works=works,
+            share, self.size, mask=self.seen, kernel=kernel, works=works,
             direction=Pass(self.direction), device=device, rings=self.rings,
         )  # fmt: skip
 
@@ -77,13 +75,12 @@ class VirtualCase(SquareCase):
         The idle rank's kernel does nothing: its passes are all that is not the kernel's. There the host is
         ahead of the device, as where kernels take their time.
         """
-        make = partial(self.rank, fastest(self, world), world.device)
-        rank, quiet, idle = make(self.source), make("nowhere"), make("nowhere", works=False)
+        kernel = fastest(self, world)
+        rank, idle = self.rank(kernel, world.device), self.rank(kernel, world.device, works=False)
         done = rank.forward()
         bare_backward = partial(rank.bare_backward, rank.queries(done), done.out)
         units = {
             "kernel alone": both(rank.bare_forward, bare_backward),
-            "without copies": both(quiet.forward, partial(quiet.backward, done)),
             "around the kernels": both(idle.forward, partial(idle.backward, done), ahead=True),
         }
         ring = both(rank.forward, partial(rank.backward, done))
@@ -102,8 +99,7 @@ class VirtualCase(SquareCase):
         for meter, seconds, one, other in (
             ("forward kernel / this", forward, "kernel alone", "burst"),
             ("kernel / this", whole, "kernel alone", "burst"),
-            ("copies / without", whole, "burst", "without copies"),
-            ("around kernels / whole", whole, "around the kernels", "without copies"),
+            ("around kernels / whole", whole, "around the kernels", "burst"),
         ):
             yield "burst", meter, [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
         flops = WORK["backward"] * self.flops(table["kernel alone", "pairs"][0])

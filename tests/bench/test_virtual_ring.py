@@ -26,10 +26,10 @@ from burst_mcore.attention.shard import Shard
 SHARD = Shard(batch=1, tokens=32, heads=4, kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32)
 
 
-def _rank(size, direction="query", *, source="device", dtype=torch.float32, **given):
+def _rank(size, direction="query", *, dtype=torch.float32, **given):
     shard = replace(SHARD, dtype=dtype)
     more = {"mask": Mask.causal(), "device": "cpu", **given}
-    return VirtualRank(shard, size, source=source, direction=direction, **more)
+    return VirtualRank(shard, size, direction=direction, **more)
 
 
 @pytest.mark.parametrize("direction", ["query", "kv"])
@@ -57,9 +57,7 @@ def test_meshes_and_latents_receive_what_their_programs_say(rings, direction, la
         batch=1, tokens=32, heads=4, kv_heads=4, head_dim=16, value_dim=12, dtype=torch.float32,
         latent=latent, latent_travels=latent is not None,
     )  # fmt: skip
-    rank = VirtualRank(
-        shape, 4, mask=Mask.causal(), source="device", direction=direction, device="cpu", rings=rings
-    )
+    rank = VirtualRank(shape, 4, mask=Mask.causal(), direction=direction, device="cpu", rings=rings)
     done = rank.forward()
     came = rank.transport.bytes
     gradients = rank.backward(done)
@@ -142,7 +140,7 @@ def test_an_idle_kernel_is_called_as_one_that_works_is(direction):
 
 @pytest.mark.parametrize("direction", ["query", "kv"])
 def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
-    rank = _rank(4, direction, source="nowhere", dtype=torch.float64, works=False)
+    rank = _rank(4, direction, dtype=torch.float64, works=False)
     here, kernel, scores = rank.call.position, rank.call.kernel, rank.call.scores
     out, total = torch.zeros_like(rank.q), torch.zeros(1, 4, 32, dtype=torch.float64)
     for source in range(4):
@@ -166,13 +164,13 @@ def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
             for total, rows, gradient in zip(want, (tile.q, tile.k, tile.k), given, strict=True):
                 gather(total, rows).add_(gradient)
     got = rank.backward(done)
-    stays = (1, 2) if direction == "query" else (0,)  # what comes to the others' share is from nowhere
+    stays = (1, 2) if direction == "query" else (0,)  # what comes to the others' share is random
     for index in stays:
         torch.testing.assert_close(got[index], want[index], rtol=1e-12, atol=1e-12)
 
 
-def test_from_nowhere_memory_is_filled_once():
-    copies, channel = Copies("nowhere", torch.device("cpu")), Channel(Link.INTRA, Kind.DATA)
+def test_what_comes_once_is_left_as_the_reader_leaves_it():
+    copies, channel = Copies(torch.device("cpu"), once=True), Channel(Link.INTRA, Kind.DATA)
     buffers = [torch.full((1, 8, 2, 4), torch.nan) for _ in range(2)]
 
     def receive(x):
@@ -185,11 +183,6 @@ def test_from_nowhere_memory_is_filled_once():
         receive(x)
         assert (x == 0).all()
     assert copies.bytes == 4 * buffers[0].nbytes
-
-
-def test_an_unknown_source_is_refused():
-    with pytest.raises(ValueError, match="device, nowhere, not 'moon'"):
-        _rank(2, source="moon")
 
 
 def test_launches_are_what_the_device_ran_not_what_the_host_called(monkeypatch):

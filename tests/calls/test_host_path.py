@@ -43,9 +43,7 @@ def passes(monkeypatch):
     shape = {"batch": 1, "tokens": 64, "heads": 4, "kv_heads": 4, "head_dim": 64, "value_dim": 64}
     shard, runs = Shard(**shape, dtype=torch.bfloat16), {}
     for direction in ("query", "kv"):
-        rank = VirtualRank(
-            shard, SIZE, mask=Mask.causal(), source="nowhere", direction=direction, device="cpu", works=False
-        )
+        rank = VirtualRank(shard, SIZE, mask=Mask.causal(), direction=direction, device="cpu", works=False)
         done = rank.forward()
         queries, keys = rank.queries(done), Keys(done.k, done.v)
         runs["forward"] = rank.forward

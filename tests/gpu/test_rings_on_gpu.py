@@ -83,7 +83,7 @@ def _shard(tokens, heads):
 
 def test_a_virtual_rank_gives_the_same_every_time():
     # Copies on another stream into buffers that are used again: a missing wait would show as a difference.
-    rank = VirtualRank(_shard(2048, 8), 4, mask=Mask.causal(), source="device")
+    rank = VirtualRank(_shard(2048, 8), 4, mask=Mask.causal())
     runs = []
     for _ in range(4):
         done = rank.forward()

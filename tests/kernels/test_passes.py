@@ -87,7 +87,7 @@ def _passes(moved, direction="query", kv_heads=4, takes_delta=False):
     shape = {"batch": 1, "tokens": 64, "heads": 4, "kv_heads": kv_heads, "head_dim": 128, "value_dim": 128}
     shard = Shard(**shape, dtype=torch.bfloat16)
     mask, found = Mask.causal(), []
-    rank = VirtualRank(shard, 8, mask=mask, source="nowhere", direction=direction, device="cpu", works=False)
+    rank = VirtualRank(shard, 8, mask=mask, direction=direction, device="cpu", works=False)
     rank.call = replace(rank.call, kernel=replace(rank.call.kernel, takes_delta=takes_delta))
     for _ in range(2):  # at first results of the kernel, and what arrives, are drawn
         found = []
