@@ -129,18 +129,20 @@ def measured(world: World, node: int, repeats: int) -> Rates:
     copy = least(partial(torch.empty_like(source).copy_, source), world, repeats)
     within = list(range(world.rank // node * node, world.rank // node * node + node))
     across = list(range(world.rank % node, world.size, node))
-    near = _link(world, within, repeats) if node > 1 else None
-    far = _link(world, across, repeats) if len(across) > 1 else None
+    near = _link(world, within, 1, repeats) if node > 1 else None
+    far = _link(world, across, 1, repeats) if len(across) > 1 else None
     hop = near or far
     assert hop is not None
-    intra = 1 / hop.slope
+    intra, crowding = 1 / hop.slope, 0.0
+    if node > 2:
+        to_all = _link(world, within, node - 1, repeats)
+        crowding = math.log(max(1.0, to_all.slope / hop.slope)) / math.log(node / 2)
     return Rates(
         intra=intra, inter=intra * CPU.inter / CPU.intra if far is None else min(intra, 1 / far.slope),
         compute=pass_flops(shard, 1, Pass.FORWARD) / forward.slope,
         backward=pass_flops(shard, 1, Pass.KV) / backward.slope,
         memory=2 * sizes.copied / copy, fill=forward.start / forward.slope, latency=hop.start,
-        crowding=_crowding(world, within, hop, repeats) if node > 2 else 0.0,
-        hidden=world.device == "cuda",
+        crowding=crowding, hidden=world.device == "cuda",
     )  # fmt: skip
 
 
@@ -169,45 +171,28 @@ def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:
     return Line.through(*forward), Line.through(*backward)
 
 
-def _link(world: World, ring: Sequence[int], repeats: int) -> Line:
-    """Return the seconds of a hop to the next rank of a ring by its bytes; all rings run at once."""
-    place = ring.index(world.rank)
-    ends = ring[(place + 1) % len(ring)], ring[place - 1]
-    return _line_of(partial(hop, ends), world, repeats)
+def _link(world: World, members: Sequence[int], others: int, repeats: int) -> Line:
+    """Return the seconds of messages to the next `others` of some ranks, by the bytes that a rank sends.
+
+    All ranks do the same at once: hops around a ring with one other, an all-to-all with all others.
+    """
+    place, points = members.index(world.rank), []
+    ends = [
+        (members[(place + offset) % len(members)], members[place - offset]) for offset in range(1, others + 1)
+    ]
+    for size in SIZES[world.device].messages:
+        message = torch.zeros(size // 4, device=world.device)
+        points.append((float(message.nbytes), least(partial(exchange, ends, message), world, repeats)))
+    return Line.through(*points)
 
 
-def _crowding(world: World, members: Sequence[int], hop: Line, repeats: int) -> float:
-    """Return `Rates.crowding` of an all-to-all between the ranks of a node."""
-    exchange = _line_of(partial(_exchange, world.rank, members), world, repeats)
-    return math.log(max(1.0, exchange.slope / hop.slope)) / math.log(len(members) / 2)
-
-
-def _line_of(transfer: Callable[[Tensor], object], world: World, repeats: int) -> Line:
-    """Return the seconds of a transfer by the bytes that a rank sends."""
-    messages = [torch.zeros(size // 4, device=world.device) for size in SIZES[world.device].messages]
-    first, second = (
-        (float(message.nbytes), least(partial(transfer, message), world, repeats)) for message in messages
-    )
-    return Line.through(first, second)
-
-
-def hop(ends: tuple[int, int], message: Tensor) -> None:
-    """Send to the first rank of `ends`, receive from the second."""
-    came = torch.empty_like(message)
-    pairs = ((dist.irecv, came, ends[1]), (dist.isend, message, ends[0]))
-    for work in dist.batch_isend_irecv([dist.P2POp(*pair) for pair in pairs]):
-        work.wait()
-
-
-def _exchange(rank: int, members: Sequence[int], message: Tensor) -> None:
-    others, place = len(members) - 1, members.index(rank)
-    parts = message[: len(message) // others * others].view(others, -1)
-    ends = []
-    for index, offset in enumerate(range(1, len(members))):
-        ends.append(dist.P2POp(dist.isend, parts[index], members[(place + offset) % len(members)]))
-        came = torch.empty_like(parts[index])
-        ends.append(dist.P2POp(dist.irecv, came, members[place - offset]))
-    for work in dist.batch_isend_irecv(ends):
+def exchange(ends: Sequence[tuple[int, int]], message: Tensor) -> None:
+    """Send a part of the message to the first rank of each of `ends`, and receive as much from the second."""
+    under_way = []
+    for part, (to, back) in zip(message.tensor_split(len(ends)), ends, strict=True):
+        under_way.append(dist.P2POp(dist.irecv, torch.empty_like(part), back))
+        under_way.append(dist.P2POp(dist.isend, part, to))
+    for work in dist.batch_isend_irecv(under_way):
         work.wait()
 
 

@@ -74,20 +74,18 @@ def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
     """Write a PNG: medians of the second meter against those of the first, a point for each method."""
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(10, 5), layout="constrained")
-    panel: Any = picture.subplots()
-    panel.set_title(f"{results.subject}: {', '.join(results.tables)}", fontsize=10)
-    panel.grid(alpha=0.3)
-    scales, titles = zip(*map(_shown, meters), strict=True)
+    panel: Any = Figure(figsize=(10, 5), layout="constrained").subplots()
+    (x_scale, x_title), (y_scale, y_title) = map(_shown, meters)
     for table in results.tables.values():
-        across, up = map(table.column, meters)
+        across, up = map(table.medians, meters)
         for method in across.keys() & up.keys():
-            point = [statistics.median(x[method]) / s for x, s in zip((across, up), scales, strict=True)]
+            point = across[method] / x_scale, up[method] / y_scale
             panel.plot(*point, "o", color="#4c72b0")
             panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
-    panel.set(xlabel=titles[0], ylabel=titles[1])
+    panel.set(xlabel=x_title, ylabel=y_title, title=f"{results.subject}: {', '.join(results.tables)}")
+    panel.grid(alpha=0.3)
     panel.margins(x=0.2, y=0.1)
-    picture.savefig(path, dpi=120)
+    panel.figure.savefig(path, dpi=120)
 
 
 def main() -> None:

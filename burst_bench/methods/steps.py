@@ -71,17 +71,11 @@ class TrainedCase(Case):
 class StepSetting:
     """What ours does in a step."""
 
-    backward: str = "auto"
-    ring: str = "auto"
-    head_parallel: int | str = 1
+    config: BurstConfig
     fused: bool = False
     """Whether the LM head and its loss are fused."""
     recompute: str = "none"
     """"none", or a policy: "full", "segment" (half of the sequence is kept) or "attention"."""
-
-    @property
-    def config(self) -> BurstConfig:
-        return BurstConfig(backward=self.backward, ring=self.ring, head_parallel=self.head_parallel)
 
 
 def first_loss(case: TrainedCase, world: World) -> float:
@@ -119,15 +113,15 @@ def causal(module: object, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: ob
     return out.transpose(1, 2), None
 
 
-_QUERY = StepSetting("query", "flat", recompute="full")
-_DOUBLE = replace(_QUERY, ring="double")
+_QUERY = StepSetting(BurstConfig(backward="query", ring="flat"), recompute="full")
+_DOUBLE = replace(_QUERY, config=BurstConfig(backward="query", ring="double"))
 _FUSED = replace(_DOUBLE, fused=True)
 OURS = {
-    "burst ring": StepSetting(),
-    "burst hybrid": StepSetting(head_parallel=2),
-    "burst auto": StepSetting(head_parallel="auto"),
-    "burst auto with fused loss": StepSetting(head_parallel="auto", fused=True),
-    "kv, flat ring, full recompute": StepSetting("kv", "flat", recompute="full"),
+    "burst ring": StepSetting(BurstConfig()),
+    "burst hybrid": StepSetting(BurstConfig(head_parallel=2)),
+    "burst auto": StepSetting(BurstConfig(head_parallel="auto")),
+    "burst auto with fused loss": StepSetting(BurstConfig(head_parallel="auto"), fused=True),
+    "kv, flat ring, full recompute": StepSetting(BurstConfig(backward="kv", ring="flat"), recompute="full"),
     "+ query": _QUERY,
     "+ double ring": _DOUBLE,
     "+ fused loss": _FUSED,
@@ -143,7 +137,7 @@ def needs(packages: Sequence[str], setting: StepSetting | None, case: TrainedCas
     lacks = missing(*packages)
     if lacks or setting is None:
         return lacks
-    if setting.ring == "double" and case.nodes < 2:
+    if setting.config.ring == "double" and case.nodes < 2:
         return "2 nodes or more: nodes=2"
-    shared = setting.head_parallel
+    shared = setting.config.head_parallel
     return shareable(case, shared) if isinstance(shared, int) else None

@@ -63,9 +63,10 @@ def _train(section: dict[str, Any], attention: Callable[..., Any] | None, case: 
 
 
 def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
+    config = setting.config
     section: dict[str, Any] = {
-        "layout": "zigzag", "head_parallel": setting.head_parallel, "backward": setting.backward,
-        "ring": setting.ring, "fused_loss": setting.fused,
+        "layout": "zigzag", "head_parallel": config.head_parallel, "backward": config.backward,
+        "ring": config.ring, "fused_loss": setting.fused,
     }  # fmt: skip
     if setting.recompute != "none":
         section["checkpointing"] = {"policy": setting.recompute}

@@ -190,14 +190,9 @@ def three_products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
     of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
     def run() -> None:
-        for first in range(0, tokens, part):
-            h = hidden[first : first + part]
-            x = logits[: len(h)]
-            torch.mm(h, weight.t(), out=x)
-            torch.mm(x, weight, out=of_hidden[first : first + part])
-            if first:
-                of_weight.addmm_(x.t(), h)
-            else:
-                torch.mm(x.t(), h, out=of_weight)
+        for index, (h, of_h) in enumerate(zip(hidden.split(part), of_hidden.split(part), strict=True)):
+            x = torch.mm(h, weight.t(), out=logits[: len(h)])
+            torch.mm(x, weight, out=of_h)
+            of_weight.addmm_(x.t(), h, beta=min(index, 1))  # the first does not add to what is there
 
     return run

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from burst_bench.calibrate import hop, least
+from burst_bench.calibrate import exchange, least
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, in_words, one_of
 from burst_bench.methods.attention import attended
 from burst_bench.methods.sharded import share_of
@@ -160,7 +160,7 @@ class ClusterCase(Case):
 
     def prepare(self, world: World) -> Stage:
         around = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-        latency = least(partial(hop, around, torch.zeros(16)), world, repeats=20)
+        latency = least(partial(exchange, [around], torch.zeros(16)), world, repeats=20)
         KERNELS["timed"] = timed_kernel(self.compute)
         choose.cache_clear()  # kernels and calls that are remembered name the kernel of the case before
         call_of.cache_clear()
