@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,36 +24,29 @@ from burst_bench.subjects.kernels import KernelCase
 from burst_plan import provenance
 
 
-def judged(check: Check, results: Results) -> Iterator[tuple[Bar, str | None]]:
-    """Yield each claim of a check with its figure, or with the reason why there is none."""
+def judged(check: Check, results: Results) -> Iterator[tuple[Bar, dict[str, Any]]]:
+    """Yield each claim of a check with its figure, and its line of the results. A CPU reaches no bar."""
     table = results.tables.get(check.name, Table())
     for claim in check.claims:
-        if samples := table.get((claim.method, claim.meter)):
-            yield replace(claim, value=statistics.median(samples)), None
-        else:
-            reasons = [entry["error"] for entry in results.errors]
-            refused = [entry for entry in results.refused if entry["method"] == claim.method]
-            reasons += [f"{entry['method']}: {entry['reason']}" for entry in refused]
-            yield claim, "; ".join(reasons) or f"no {claim.meter} of {claim.method}"
+        samples = table.get((claim.method, claim.meter), ())
+        refused = [entry for entry in results.refused if entry["method"] == claim.method]
+        reasons = [entry["error"] for entry in results.errors]
+        reasons += [f"{entry['method']}: {entry['reason']}" for entry in refused]
+        found = replace(claim, value=statistics.median(samples or [math.nan]))
+        yield found, {
+            "claim": claim.claim, "predicted": claim.predicted, "measured": found.value if samples else None,
+            "bar": claim.bound, "ok": bool(samples) and (found.reached or results.device == "cpu"),
+            "reason": None if samples else "; ".join(reasons) or f"no {claim.meter} of {claim.method}",
+        }  # fmt: skip
 
 
-def line_of(claim: Bar, reason: str | None, device: str) -> dict[str, Any]:
-    """Return a claim as it is written. A CPU reaches no bar."""
-    measured = claim.value if reason is None else None
-    ok = measured is not None and (claim.reached or device == "cpu")
-    return {
-        "claim": claim.claim, "predicted": claim.predicted, "measured": measured, "bar": claim.bound,
-        "ok": ok, "reason": reason,
-    }  # fmt: skip
-
-
-def as_text(claim: Bar, reason: str | None, device: str) -> str:
+def as_text(claim: Bar, line: dict[str, Any]) -> str:
     """Return a claim as one line of text."""
-    if reason is not None:
-        return f"{claim.claim}: not measured ({reason})"
+    if line["reason"] is not None:
+        return f"{claim.claim}: not measured ({line['reason']})"
     bar = "" if claim.bound is None else f", bar {claim.must_be}"
     predicted = "" if claim.predicted is None else f"predicted {claim.predicted:.4g}, "
-    verdict = "ok" if line_of(claim, reason, device)["ok"] else "MISSED"
+    verdict = "ok" if line["ok"] else "MISSED"
     return f"{claim.claim}: {predicted}measured {claim.value:.4g}{bar}: {verdict}"
 
 
@@ -66,9 +60,9 @@ def check_part(name: str, part: Sequence[Check], device: str, repeats: int, out:
         except (ValueError, RuntimeError) as error:
             results = Results(case.subject, case.about(), device, repeats)
             results.errors.append({"case": check.name, "error": str(error)})
-        for claim, reason in judged(check, results):
-            lines.append(line_of(claim, reason, device))
-            sys.stdout.write(as_text(claim, reason, device) + "\n")
+        for claim, line in judged(check, results):
+            lines.append(line)
+            sys.stdout.write(as_text(claim, line) + "\n")
             sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)  # after each check: a machine may be taken back at any time
         written = {"part": name, "device": device, **provenance.made_by(device), "claims": lines}

@@ -3,7 +3,7 @@
 attention     the kind "attention" attends over a sharded sequence: ours, and DeepSpeed's Ulysses; `sharded`
               is the form of its methods, `peers` has torch's context_parallel, and libraries for GPUs
 heads         the kind "heads": LM heads with their loss
-layers        the kind "layers": ways to checkpoint the layers of a model
+layers        the kind "layers": ways to checkpoint the layers of a model; "offload": with results on the host
 kernels       the kind "kernels": local attention kernels, and calls of one with nothing around it
 played        the kind "played": attention on a cluster as programs, without kernels
 steps         the settings of ours in training steps; `steps_deepspeed`, `steps_fsdp` and `steps_megatron`

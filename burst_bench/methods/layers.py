@@ -1,4 +1,4 @@
-"""Ways to checkpoint the layers of a model: none, our policies, torch's and Megatron's own."""
+"""Ways to checkpoint the layers of a model: none, our policies, torch's and Megatron's own; and offload."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from burst_bench.core import Method, World, add, installed, ready
 from burst_mcore.attention.operator.ops import attention_forward
-from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment, checkpoint
+from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment, checkpoint
 
 
 def as_it_is(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -59,15 +59,19 @@ SEGMENTS = {f"segment {kept:g}": Segment(kept) for kept in (0.25, 0.5, 0.75)}
 POLICIES: dict[str, Policy] = {"full": Full(), **SEGMENTS, "attention": KeepAttention()}
 """Ours, by the method's name."""
 
+
+def _ours(name: str, policy: Policy) -> Method:
+    return Method(name, partial(ready, LayerMethod(partial(checkpoint, policy=policy))))
+
+
+KEPT, OFFLOADED = "kept", "offloaded"
 IN_MEGATRON = partial(installed, "megatron-core")
 add(
     "layers",
     Method("none", partial(ready, LayerMethod())),
-    *(
-        Method(name, partial(ready, LayerMethod(partial(checkpoint, policy=policy))))
-        for name, policy in POLICIES.items()
-    ),
+    *(_ours(name, policy) for name, policy in POLICIES.items()),
     Method("torch selective", partial(ready, LayerMethod(_selective)), ours=False),
     Method("megatron full", partial(_megatron, "layer"), IN_MEGATRON, ours=False),
     Method("megatron selective", partial(_megatron, "attention"), IN_MEGATRON, ours=False),
 )
+add("offload", _ours(KEPT, KeepAttention()), _ours(OFFLOADED, Offload(KeepAttention())))

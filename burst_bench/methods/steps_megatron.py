@@ -16,13 +16,10 @@ import torch.distributed as dist
 from burst_bench.core import Method, World, add, shared_heads
 from burst_bench.methods.heads import on_gpu
 from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, StepSetting, Train, TrainedCase, needs
-from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
+from burst_mcore.checkpointing import Full, Policy
 from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
 
-POLICIES: dict[str, Policy] = {
-    "none": Full(), "full": Full(), "segment": Segment(0.5), "attention": KeepAttention(),
-}  # fmt: skip
 COMMUNICATIONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Context parallelism of TransformerEngine."""
 OWN = "megatron (CP 1)"
@@ -150,13 +147,14 @@ def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
 def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     from burst_mcore.megatron import spec
     from burst_mcore.megatron.fused_loss import fuse_loss
+    from burst_mcore.torch.parallel import POLICIES
 
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     layer = partial(spec.layer_spec, burst_config=setting.config)
     model = _model(case, case.ranks, layer, world, **({} if setting.recompute == "none" else recompute))
     if setting.fused:
         fuse_loss(model)
-    return _train(model, _batch(case, world, case.ranks), POLICIES[setting.recompute])
+    return _train(model, _batch(case, world, case.ranks), POLICIES[setting.recompute] or Full())
 
 
 def _own(case: TrainedCase, world: World) -> Train:

@@ -19,7 +19,7 @@ from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.cost import CallTime, Passes, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of
 from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
-from burst_mcore.attention.autotune.ways import Ranks, route_for, why_not_degree
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
@@ -95,8 +95,7 @@ def _capability(row: Row) -> int:
 
 def most_heads(row: Row) -> int:
     """Return the most ranks of a node that can share the heads."""
-    degrees = range(1, row.ranks.intra + 1)
-    return max(d for d in degrees if why_not_degree(d, row.ranks, row.heads, row.kv_heads) is None)
+    return max(d for d in legal_degrees(row.ranks, row.heads, row.kv_heads) if d <= row.ranks.intra)
 
 
 WAYS: dict[str, Callable[[Row], MethodWay | str]] = {

@@ -16,18 +16,15 @@ from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, Wo
 from burst_bench.gate import relative
 from burst_bench.memory import peak_meter
 from burst_bench.methods.attention import attended
-from burst_bench.methods.layers import POLICIES, LayerMethod, as_it_is
+from burst_bench.methods.layers import KEPT, OFFLOADED, POLICIES, LayerMethod, as_it_is
 from burst_bench.methods.sharded import share_of
 from burst_mcore import BurstConfig, Layout, Mask, Topology, positions
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.geometry.plan import head_mask
 from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.checkpointing import KeepAttention, Offload, checkpoint
 from burst_plan.explain.problem import DTYPES
 
-GATE_TOKENS = 256
-"""A method must give the gradients of no recompute on as many tokens before it is measured, at most."""
 WRONG = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 """A method whose gradients differ by more, relative to their norm, is wrong."""
 CLOSE = 0.05
@@ -41,6 +38,8 @@ class LayersCase(Case):
     subject = "recompute"
     kind = "layers"
     curve: ClassVar[tuple[str, str] | None] = ("peak", "cpu")
+    gate: ClassVar[int | None] = 256
+    """A method must give the gradients of no recompute before it is measured: on as many tokens, at most."""
 
     ranks: int = 2
     seq: int = 16384
@@ -76,7 +75,7 @@ class LayersCase(Case):
         return allowed_pairs(Mask.causal() & head_mask(cut, self.seq), self.seq) / self.pairs
 
     def prepare(self, world: World) -> Stage:
-        seq = max(self.divisor, min(self.seq, GATE_TOKENS) // self.divisor * self.divisor)
+        seq = max(self.divisor, min(self.seq, self.gate or self.seq) // self.divisor * self.divisor)
         short, model = LayerStack(replace(self, seq=seq), world), LayerStack(self, world)
         short.step(LayerMethod())
         want = list(short.gradients())
@@ -84,20 +83,21 @@ class LayersCase(Case):
         def trial(method: Method) -> Trial:
             built: LayerMethod = method.build(self, world)
 
-            def memory() -> Mapping[str, float]:
-                model.forget()
-                return peak_meter(lambda: model.step(built), "cpu")
-
             def check() -> Mapping[str, float]:
                 short.step(built)
                 return {"error": max(map(relative, short.gradients(), want))}
 
             return Trial(
-                {"": lambda: model.step(built)}, warm=lambda: short.step(built), memory=memory, check=check,
-                bound=WRONG[self.dtype],
+                {"": lambda: model.step(built)}, warm=lambda: short.step(built),
+                memory=lambda: self.memory(model, built), check=check, bound=WRONG[self.dtype],
             )  # fmt: skip
 
         return Stage(trial, {"attention's forward": Trial({"": model.attention})})
+
+    def memory(self, model: LayerStack, method: LayerMethod) -> Mapping[str, float]:
+        """Return the peak of a step."""
+        model.forget()
+        return peak_meter(lambda: model.step(method), "cpu")
 
     def derive(self, table: Table) -> Derived:
         """Yield the time saved beside full recompute, measured and predicted by the FLOP model.
@@ -214,21 +214,16 @@ class LayerStack(nn.Module):
         return call
 
 
-KEPT, OFFLOADED = "kept", "offloaded"
-OFFLOADS = {
-    KEPT: LayerMethod(partial(checkpoint, policy=KeepAttention())),
-    OFFLOADED: LayerMethod(partial(checkpoint, policy=Offload(KeepAttention()))),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class OffloadCase(LayersCase):
     """A training step of checkpointed layers on one device, with attention's results there or on the host."""
 
     subject = "offload"
+    kind = "offload"
     devices = ("cpu", "cuda")
     repeats = 5
     curve = None
+    gate = None  # what is on its way while layers compute must be right as well
 
     ranks: int = 1
     seq: int = 32768
@@ -237,43 +232,20 @@ class OffloadCase(LayersCase):
     heads: int = 32
     dtype: str = one_of("bfloat16", DTYPES)
 
-    def methods(self) -> Sequence[Method]:
-        return [Method(name) for name in OFFLOADS]
-
     @property
     def kept_bytes(self) -> int:
         return self.layers * self.seq * (self.hidden * DTYPES[self.dtype].itemsize + 4 * self.heads)
 
-    def prepare(self, world: World) -> Stage:
-        model = LayerStack(self, world)
-
-        def step(name: str) -> Tensor:
-            model.step(OFFLOADS[name])
-            assert model.x.grad is not None
-            return model.x.grad
-
-        def held(name: str) -> Mapping[str, float]:
-            """Memory of the device that a forward leaves taken for backward."""
-            if world.device != "cuda":
-                return {"held": 0.0}
-            before = torch.cuda.memory_allocated()
-            y = model(OFFLOADS[name])
-            torch.cuda.synchronize()
-            taken = torch.cuda.memory_allocated() - before
-            del y
-            return {"held": float(taken)}
-
-        want = step(KEPT)
-
-        def trial(method: Method) -> Trial:
-            return Trial(
-                {"": lambda: step(method.name)},
-                memory=lambda: held(method.name),
-                check=lambda: {"error": relative(step(method.name), want)},
-                bound=WRONG[self.dtype],
-            )
-
-        return Stage(trial)
+    def memory(self, model: LayerStack, method: LayerMethod) -> Mapping[str, float]:
+        """Return the memory of the device that a forward leaves taken for backward."""
+        if model.x.device.type != "cuda":
+            return {"held": 0.0}
+        before = torch.cuda.memory_allocated()
+        y = model(method)
+        torch.cuda.synchronize()
+        taken = torch.cuda.memory_allocated() - before
+        del y
+        return {"held": float(taken)}
 
     def derive(self, table: Table) -> Derived:
         yield OFFLOADED, "this / kept", table.over((OFFLOADED, "wall"), (KEPT, "wall"))
