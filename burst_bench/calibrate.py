@@ -19,8 +19,8 @@ from torch import Tensor
 
 from burst_bench.core import World
 from burst_bench.launch import in_processes, joined
+from burst_bench.methods.attention import share_of
 from burst_bench.methods.kernels import both_ways, scores_of
-from burst_bench.methods.sharded import share_of
 from burst_mcore.attention.autotune.cost import pass_flops
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import Problem

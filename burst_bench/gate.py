@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_bench.core import World
-from burst_bench.methods.kernels import both_ways, forward_of
-from burst_bench.methods.sharded import ShardedAttention
+from burst_bench.methods.attention import ShardedAttention
+from burst_bench.methods.kernels import both_ways
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.mask import Mask
@@ -56,19 +56,15 @@ def gate_problem(problem: LayerProblem, size: int) -> LayerProblem:
     return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
 
 
-def bare_kernel(
-    problem: LayerProblem, device: str = "cpu", passes: str = "fwd+bwd"
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
-    """Return (out, lse, dq, dk, dv) of the whole sequence by one call of the local kernel each way.
+def bare_kernel(problem: LayerProblem, device: str = "cpu") -> Callable[..., tuple[Tensor, ...]]:
+    """Return `both_ways` of the local kernel over the whole sequence, of q, k, v and dout.
 
-    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip. With
-    passes "fwd" the call returns (out, lse).
+    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip.
     """
     chosen, whole = choose("auto", replace(problem.on_kernel, device=device)), (problem.seq, problem.seq)
-    call = both_ways if passes == "fwd+bwd" else forward_of
     if problem.seen in (Mask.causal(), Mask.full()):
-        return partial(call, chosen, Pattern(whole, high=0 if problem.seen == Mask.causal() else None))
-    return partial(call, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
+        return partial(both_ways, chosen, Pattern(whole, high=0 if problem.seen == Mask.causal() else None))
+    return partial(both_ways, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
 
 
 def takes_whole(problem: LayerProblem) -> bool:

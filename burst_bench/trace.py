@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from burst_bench.core import World
 from burst_bench.launch import in_processes, keep_freed_memory
-from burst_bench.methods.attention import attended
-from burst_bench.methods.sharded import dealt
+from burst_bench.methods.attention import attended, dealt
 from burst_mcore import BurstConfig, Topology
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule import actions as does

@@ -1,7 +1,7 @@
 """The methods that are compared: each file, when imported, adds rows to METHODS, by what a method does.
 
-attention     the kind "attention" attends over a sharded sequence: ours, and DeepSpeed's Ulysses; `sharded`
-              is the form of its methods, `peers` has torch's context_parallel, and libraries for GPUs
+attention     the kind "attention" attends over a sharded sequence: ours, and DeepSpeed's Ulysses; `peers` has
+              torch's context_parallel, and libraries for GPUs
 heads         the kind "heads": LM heads with their loss
 layers        the kind "layers": ways to checkpoint the layers of a model; "offload": with results on the host
 kernels       the kind "kernels": local attention kernels, and calls of one with nothing around it

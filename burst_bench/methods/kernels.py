@@ -30,19 +30,14 @@ def scores_of(q: Tensor) -> Scores:
 
 
 def both_ways(
-    kernel: Kernel, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+    kernel: Kernel, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return (out, lse, dq, dk, dv) of one call each way."""
+    """Return (out, lse, dq, dk, dv) of one call each way; without dout (out, lse) of a forward alone."""
     out, lse = kernel.forward(q, k, v, pattern, scores_of(q))
+    if dout is None:
+        return out, lse
     inputs = _inputs(kernel, q, k, v, dout, out, lse)
     return out, lse, *kernel.backward(inputs, pattern, scores_of(q))
-
-
-def forward_of(
-    kernel: Kernel, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> tuple[Tensor, ...]:
-    """Return (out, lse) of one call; dout, which the other pass needs, is left out."""
-    return kernel.forward(q, k, v, pattern, scores_of(q))
 
 
 def inputs_of(tile: Tile, queries: Queries, keys: Keys, out: Tensor) -> BackwardInputs:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst_bench.core import Method, World, add, missing, shared_heads
-from burst_bench.methods.sharded import AttendedBy, RingCase, ShardedAttention, dealt, divisible
+from burst_bench.methods.attention import AttendedBy, RingCase, ShardedAttention, dealt, divisible
 from burst_bench.published.rows import LAYOUTS
 from burst_mcore.mask import Mask
 

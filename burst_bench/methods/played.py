@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from burst_bench.core import Case, Method, World, add
-from burst_bench.methods.sharded import share_of
+from burst_bench.methods.attention import share_of
 from burst_bench.published import methods as published
 from burst_bench.published.rows import Row
 from burst_mcore import BurstConfig, Layout, Mask

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_bench import gate
 from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World, one_of
-from burst_bench.methods.sharded import RingCase, ShardedAttention
+from burst_bench.methods.attention import RingCase, ShardedAttention
 from burst_plan.explain.problem import DTYPES
 
 RING = 1.02
@@ -38,8 +38,8 @@ class AttentionCase(RingCase):
         trial = partial(ring_trial, self, world, passes=self.passes)
         if world.device == "cuda" or not gate.takes_whole(self):  # the sequence may be too long for one
             return Stage(trial)
-        kernel = on_first(world, partial(gate.bare_kernel(self, passes=self.passes), *self.tensors()))
-        return Stage(trial, {"kernel": kernel})
+        tensors = self.tensors()[: 3 if self.passes == "fwd" else 4]
+        return Stage(trial, {"kernel": on_first(world, partial(gate.bare_kernel(self), *tensors))})
 
     def derive(self, table: Table) -> Derived:
         for method in table.methods:

@@ -10,8 +10,8 @@ from itertools import chain
 import torch
 
 from burst_bench.core import Bar, Derived, Stage, Table, TimedStep, Trial, World
+from burst_bench.methods.attention import RingCase
 from burst_bench.methods.kernels import Tiles, both_ways
-from burst_bench.methods.sharded import RingCase
 from burst_bench.subjects.attention import on_first, ring_trial
 from burst_mcore import BurstConfig, shard
 from burst_mcore.attention.autotune.ways import Ranks

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
-from burst_bench.methods.sharded import share_of
+from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import fastest

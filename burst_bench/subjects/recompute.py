@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, one_of
 from burst_bench.gate import relative
 from burst_bench.memory import peak_meter
-from burst_bench.methods.attention import attended
+from burst_bench.methods.attention import attended, share_of
 from burst_bench.methods.layers import KEPT, OFFLOADED, POLICIES, LayerMethod, as_it_is
-from burst_bench.methods.sharded import share_of
 from burst_mcore import BurstConfig, Layout, Mask, Topology, positions
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.geometry.plan import head_mask

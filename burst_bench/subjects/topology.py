@@ -17,8 +17,7 @@ from torch import Tensor
 
 from burst_bench.calibrate import exchange, least
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, in_words, one_of
-from burst_bench.methods.attention import attended
-from burst_bench.methods.sharded import share_of
+from burst_bench.methods.attention import attended, share_of
 from burst_mcore import BurstConfig, Layout, Mask, Topology
 from burst_mcore.attention.autotune import search
 from burst_mcore.attention.autotune.choose import Candidate, best

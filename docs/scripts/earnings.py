@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tables import with_rows
 
-from burst_bench.methods.sharded import share_of
+from burst_bench.methods.attention import share_of
 from burst_bench.subjects.planning import packed
 from burst_mcore.attention.autotune.choose import AS_FAST, Family
 from burst_mcore.attention.autotune.costing import Costs

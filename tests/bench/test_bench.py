@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 
 from burst_bench import core, gate, report, stage
 from burst_bench.core import METHODS, Bar, Method, Table, Trial, World, of_kind
-from burst_bench.methods.attention import HIDDEN, attended
-from burst_bench.methods.sharded import RingCase, dealt, share_of
+from burst_bench.methods.attention import HIDDEN, RingCase, attended, dealt, share_of
 from burst_bench.results import Results, read, unit_of
 from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS, attention, masks

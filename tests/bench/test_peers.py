@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from burst_bench import gate
 from burst_bench.core import METHODS, World, of_kind
 from burst_bench.methods import peers
-from burst_bench.methods.sharded import RingCase
+from burst_bench.methods.attention import RingCase
 
 CASE = RingCase(seq=128, heads=8, kv_heads=4, head_dim=16, ranks=4)
 ON_GPUS = [method.name for method in of_kind("attention") if method.name.startswith(("te-", "ring-flash"))]

@@ -12,7 +12,7 @@ from dense import problem
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench.methods.sharded import share_of
+from burst_bench.methods.attention import share_of
 from burst_bench.trace import record
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
 from burst_mcore.attention.autotune import search
