@@ -162,12 +162,13 @@ class Bar:
         return "" if self.bound is None else f"{'<=' if self.at_most else '>='} {self.bound:.4g}"
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One measurement. A subject is a subclass: its name, its cases, and the work of a process on a case.
 
-    The docstring of a subject is what its tables and files say of it. Fields can be given in words. Those
-    that are integers are at least 1, unless 0 is their default.
+    The docstring of a subject is what its tables and files say of it. A subclass is a data class as this one
+    is. Fields can be given in words. Those that are integers are at least 1, unless 0 is their default.
     """
 
     subject: ClassVar[str]
@@ -203,6 +204,9 @@ class Case:
     """Fresh sets of processes, one after another: one differs from the next by more than rounds do."""
     rounds: int = 1
     """Timed rounds for each of --repeats."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         for each in fields(self):

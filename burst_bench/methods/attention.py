@@ -24,7 +24,6 @@ AttendedBy = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RingCase(Case, LayerProblem):
     """Attention of a sequence that is sharded over ranks."""
 

@@ -20,7 +20,6 @@ Train = Callable[[], float]
 """A step: forward, backward and optimizer, with a learning rate of 0; the mean loss of all tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainedCase(Case):
     """A small model and the ranks that train it."""
 

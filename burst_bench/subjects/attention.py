@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +17,6 @@ RING = 1.02
 """CPU seconds of a choice over those of RingAttention's schedule, at most, where its bytes do not matter."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttentionCase(RingCase):
     """Forward and backward of one attention layer over gloo; errors are multiples of the bare kernel's."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -41,7 +41,6 @@ NO_LARGER = {"cpu": ("torch", "deepspeed", "compiled-naive"), "cuda": ()}
 """Than these methods, in peak memory, where all logits together are LARGE."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HeadCase(Case):
     """Forward and backward of an LM head with the mean loss of its tokens.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -36,7 +35,6 @@ DENSE_TOKENS = 8192
 """The unmasked kernel, whose time per pair is the unit, runs on at most so many tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class MaskCase(RingCase):
     """CPU seconds of attention under masks, forward and backward, over gloo; bytes of the forward."""
 

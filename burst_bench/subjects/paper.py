@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from burst_bench import emulate
 from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World
@@ -39,7 +39,6 @@ EVERY, OFF = "every method", "off / predicted"
 """The largest distance of any method from its prediction."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PaperCase(PlayedCase):
     """Attention of the paper's 14B model, forward and backward, of every method, on an emulated cluster.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -90,7 +89,6 @@ PLANNED: dict[str, Callable[[int], object]] = {
 """By what is planned."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanCase(Case):
     """CPU seconds and memory of one rank that plans, cold; 4096 tokens a rank, 8 a node."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import ClassVar
@@ -30,7 +30,6 @@ CLOSE = 0.05
 """How far the saved time may be from that of the FLOP model."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LayersCase(Case):
     """A training step of Llama-like layers on a ring, with each way to checkpoint them."""
 
@@ -213,7 +212,6 @@ class LayerStack(nn.Module):
         return call
 
 
-@dataclass(frozen=True, kw_only=True)
 class OffloadCase(LayersCase):
     """A training step of checkpointed layers on one device, with attention's results there or on the host."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -25,7 +24,6 @@ THEIRS = {"deepspeed": "ulysses", "fsdp": "torch", "megatron": "megatron"}
 """How the names of a framework's own methods begin."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepCase(TrainedCase):
     """A training step of a small model under a framework, with ours and with what the framework has.
 

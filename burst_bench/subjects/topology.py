@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -57,7 +57,6 @@ FLAT_OVER_DOUBLE = {2: 2.2, 4: 4.5}
 """Seconds of the flat ring over those of the double, at least, by the ranks of a node."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClusterCase(Case):
     """Wall time of attention, forward and backward, on an emulated cluster: gloo over shaped links.
 

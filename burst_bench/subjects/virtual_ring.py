@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import timeit
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,7 +24,6 @@ CHOOSING_TOKENS = 8192
 """Of the square on which kernels are compared, where the fastest is asked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class VirtualCase(SquareCase):
     """One rank's share of a ring on one device, bundles by asynchronous copies."""
 
