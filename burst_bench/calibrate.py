@@ -96,17 +96,23 @@ def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
     """Return the rates that ranks reach together: of fresh processes, or of torchrun's processes."""
     if device not in SIZES or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"no device {device!r} here; legal: cpu, and cuda where there is a GPU")
-    if not dist.is_torchelastic_launched():
-        if device == "cuda":
-            command = "torchrun --nproc-per-node 8 --no-python burst-mcore calibrate --device cuda"
-            raise ValueError(f"GPUs need a process for each: {command}")
-        ranks = 2 if ranks is None else ranks
-        _refuse(ranks, ranks, repeats)
-        rates, *_ = in_processes(ranks, _alone, repeats)
-        return Found(rates, 0, ranks, ranks)
-    size, node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    launched = dist.is_torchelastic_launched()
+    if device == "cuda" and not launched:
+        command = "torchrun --nproc-per-node 8 --no-python burst-mcore calibrate --device cuda"
+        raise ValueError(f"GPUs need a process for each: {command}")
+    size = node = 2 if ranks is None else ranks
+    if launched:
+        size, node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if ranks not in (None, size):
         raise ValueError(f"torchrun started {size} ranks, and --ranks wants {ranks}")
+    if size < 2 or repeats < 1 or size % node:
+        raise ValueError(
+            f"calibrate needs two ranks at least, on nodes of one size, and one repeat at least; got "
+            f"{size} ranks, {node} of a node, and {repeats} repeats"
+        )
+    if not launched:
+        rates, *_ = in_processes(size, _alone, repeats)
+        return Found(rates, 0, size, node)
     with joined(device):
         world = World(dist.get_rank(), size, device)
         return Found(measured(world, node, repeats), world.rank, size, node)
@@ -121,7 +127,6 @@ def measured(world: World, node: int, repeats: int) -> Rates:
 
     On one node `inter`, which is not measured, is the share of `intra` that `machines.CPU` assumes.
     """
-    _refuse(world.size, node, repeats)
     sizes = SIZES[world.device]
     shard = share_of(sizes.tiles[-1], sizes.heads, sizes.heads, sizes.head_dim)
     forward, backward = _kernel(world, sizes, repeats)
@@ -144,15 +149,6 @@ def measured(world: World, node: int, repeats: int) -> Rates:
         memory=2 * sizes.copied / copy, fill=forward.start / forward.slope, latency=hop.start,
         crowding=crowding, hidden=world.device == "cuda",
     )  # fmt: skip
-
-
-def _refuse(ranks: int, node: int, repeats: int) -> None:
-    """Raise a ValueError for one rank, no repeat, or nodes of different sizes."""
-    if ranks < 2 or repeats < 1 or ranks % node:
-        raise ValueError(
-            f"calibrate needs two ranks at least, on nodes of one size, and one repeat at least; got "
-            f"{ranks} ranks, {node} of a node, and {repeats} repeats"
-        )
 
 
 def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from burst_bench.core import Case, Method, TimedStep, World, add, one_of
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.call import Keys, Queries
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather
@@ -38,13 +36,6 @@ def both_ways(
         return out, lse
     inputs = _inputs(kernel, q, k, v, dout, out, lse)
     return out, lse, *kernel.backward(inputs, pattern, scores_of(q))
-
-
-def inputs_of(tile: Tile, queries: Queries, keys: Keys, out: Tensor) -> BackwardInputs:
-    """Return the inputs of a tile's backward, from tensors of all rows."""
-    q, dout, delta, lse = (gather(x, tile.q) for x in queries)
-    k, v = (gather(x, tile.k) for x in keys)
-    return BackwardInputs(dout, q, k, v, gather(out, tile.q), lse, delta)
 
 
 class Tiles:
@@ -89,7 +80,6 @@ def _inputs(
     return BackwardInputs(dout, q, k, v, out, lse, delta)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SquareCase(Case):
     """Attention of one device: a square of queries and keys."""
 

@@ -89,19 +89,17 @@ def parallel_attention(world: World, travels: str, causal: bool) -> AttendedBy:
     return attend
 
 
-def _library_needs(
-    case: RingCase, device: str, packages: Sequence[str], full: bool = True, heads: int = 1
+def _needs(
+    case: RingCase, device: str, packages: Sequence[str] = (), full: bool = True, heads: int = 1
 ) -> str | None:
-    if device != "cuda":
-        return "a GPU for each rank: torchrun ... --device cuda"
-    return missing(*packages) or _needs(case, device, full, heads)
-
-
-def _needs(case: RingCase, device: str, full: bool = True, heads: int = 1) -> str | None:
-    """Return the need of a method.
+    """Return the need of a method, or of packages for GPUs.
 
     full: whether it serves attention without a mask; heads: ranks of a group that shares heads.
     """
+    if packages and device != "cuda":
+        return "a GPU for each rank: torchrun ... --device cuda"
+    if lacks := missing(*packages):
+        return lacks
     if case.seen not in ((Mask.causal(), Mask.full()) if full else (Mask.causal(),)):
         return f"a mask that is causal{' or full' if full else ''}, got {case.mask}"
     if device == "cuda" and case.dtype == "float32":
@@ -159,12 +157,11 @@ def _ring_flash_attn(case: RingCase, world: World, function: str, layout: str) -
 
 
 def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
-    libraries = ["megatron-core", "transformer-engine"]
     node = _of_node(case.ranks)
     if comm == "a2a+p2p" and device == "cuda" and 1 in (node, case.ranks // node):
         return "several nodes of several ranks"
     heads = {"a2a": case.ranks, "a2a+p2p": node}.get(comm, 1)
-    return _library_needs(case, device, libraries, heads=heads)
+    return _needs(case, device, ["megatron-core", "transformer-engine"], heads=heads)
 
 
 def _torch(case: RingCase, world: World, travels: str) -> ShardedAttention:
@@ -201,7 +198,7 @@ add(
         Method(
             f"ring-flash-attn-{word}",
             partial(_ring_flash_attn, function=function, layout=LAYOUTS[word]),
-            partial(_library_needs, packages=["ring-flash-attn"], full=word == "basic"),
+            partial(_needs, packages=["ring-flash-attn"], full=word == "basic"),
             ours=False,
             row={"method": "ring", "variant": word},
         )

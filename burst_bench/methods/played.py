@@ -26,10 +26,10 @@ from burst_mcore.attention.autotune.costing import pairs_of, work_of
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.schedule import actions as does
 from burst_mcore.attention.schedule.actions import Compute, Kind, Link, Pass, Program, Recv, Send, Wait
-from burst_mcore.attention.schedule.route import PASSES, schedule
+from burst_mcore.attention.schedule.route import PASSES, Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
@@ -39,7 +39,6 @@ from burst_plan.explain.verify import verify
 LAYOUT, MASK = Layout("zigzag"), Mask.causal()
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlayedCase(Case):
     """Causal attention on a cluster."""
 
@@ -191,20 +190,27 @@ def costed(case: PlayedCase, config: BurstConfig) -> Candidate:
     return fastest(config, Question(share, LAYOUT, MASK, share.tokens * where.size, where, case.model))
 
 
+def drawn(route: Route, pass_: Pass, plan: Plan, rank: int, intra: int) -> tuple[Program, ...]:
+    """Return our programs of all ranks, which rank 0 verifies on nodes of `intra` ranks."""
+    every = schedule(route, pass_, plan)
+    if rank == 0:
+        verify(every, intra)
+    return every.programs
+
+
 def ours(config: BurstConfig, case: PlayedCase, world: World) -> Played:
-    """Return a rank's part in the way that a configuration takes. Rank 0 verifies the schedule."""
+    """Return a rank's part in the way that a configuration takes."""
     share, where, rates, chosen = case.share, case.where, case.model, costed(case, config)
     n, route = share.tokens * where.size, chosen.route
     plan = plan_for(LAYOUT, MASK, n, route.positions, route.heads)
     pairs, parts = pairs_of(LAYOUT, MASK, n, where.size), []
     for pass_ in (Pass.FORWARD, chosen.direction):
-        drawn, sizes = schedule(route, pass_, plan), cost.message_bytes(share, route, pass_)
-        if world.rank == 0:
-            verify(drawn, where.intra)
+        programs = drawn(route, pass_, plan, world.rank, where.intra)
+        sizes = cost.message_bytes(share, route, pass_)
         work = work_of(share, pairs.T.contiguous() if pass_ == Pass.QUERY else pairs, route, pass_, rates)
-        sent = cost.mean_bytes(drawn.programs, sizes, where.intra)
+        sent = cost.mean_bytes(programs, sizes, where.intra)
         after = cost.exchange_seconds(route, sizes, rates) + cost.slowdown_seconds(sent, rates)
-        parts.append(Part(drawn.programs[world.rank], sizes, partial(work.of_action, world.rank), after))
+        parts.append(Part(programs[world.rank], sizes, partial(work.of_action, world.rank), after))
     return Played(tuple(parts), chosen.seconds, chosen.compute_seconds)
 
 
@@ -229,7 +235,10 @@ def _in_turn(parts: published.Parts, way: published.MethodWay, rank: int, rates:
     position, member = divmod(rank, way.heads)
     into = [Kind.BUNDLE] * moves.bundle + [Kind.ROWS] * moves.rows
     out = [Kind.RESULT] + [Kind.SUM] * moves.gradients
-    programs = _programs(parts, way, rank)
+    if way.loop is None:
+        programs = drawn(ring.route, ring.pass_, parts.plan, rank, parts.groups.intra)
+    else:
+        programs = tuple(published.programs_of(way.loop, ring.route, ring.pass_))
     program = tuple(  # the ends of its messages are the ranks of one member
         replace(action, peer=action.peer * way.heads + member) if isinstance(action, (Send, Recv)) else action
         for action in programs[position]
@@ -240,17 +249,6 @@ def _in_turn(parts: published.Parts, way: published.MethodWay, rank: int, rates:
     yield Part(exchange(rank, way.heads, into), exchanged)
     yield Part(program, ring.sizes, partial(ring.work.of_action, position), slowed)
     yield Part(exchange(rank, way.heads, out), exchanged, after=parts.after)
-
-
-def _programs(parts: published.Parts, way: published.MethodWay, rank: int) -> tuple[Program, ...]:
-    """Return the programs of all places: another project's loop, or ours, which rank 0 verifies."""
-    ring = parts.ring
-    if way.loop is not None:
-        return tuple(published.programs_of(way.loop, ring.route, ring.pass_))
-    drawn = schedule(ring.route, ring.pass_, parts.plan)
-    if rank == 0:
-        verify(drawn, parts.groups.intra)
-    return drawn.programs
 
 
 def exchange(rank: int, heads: int, kinds: list[Kind]) -> Program:

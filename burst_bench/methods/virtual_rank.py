@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from burst_bench.methods.kernels import Tiles, inputs_of
+from burst_bench.methods.kernels import Tiles
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
@@ -21,6 +21,7 @@ from burst_mcore.attention.forward import Inputs, forward
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
@@ -192,5 +193,7 @@ class VirtualRank:
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
         """Run the kernel alone on the tiles of the backward, with its `queries`; out stands for itself."""
         for tile in self.tiles(self.call.direction):
-            inputs = inputs_of(tile, queries, self.keys, out)
+            q, dout, delta, lse = (gather(x, tile.q) for x in queries)
+            k, v = (gather(x, tile.k) for x in self.keys)
+            inputs = BackwardInputs(dout, q, k, v, gather(out, tile.q), lse, delta)
             self.call.kernel.backward(inputs, tile.pattern, self.call.scores)

@@ -45,10 +45,6 @@ class Compared:
         return self.predicted / self.measured - 1
 
     @property
-    def percent(self) -> str | None:
-        return None if self.error is None else f"{self.error:+.1%}"
-
-    @property
     def remark(self) -> str:
         return self.why or "used for calibration" * self.calibrated
 
@@ -127,8 +123,8 @@ class Report:
     def text(self) -> str:
         """Return all figures as a table, the numbers that were fitted, and the errors in a sentence."""
         headers = ("figure", "measured", "predicted", "error", "")
-        lines = [(one.words, one.measured, one.predicted, one.percent, one.remark) for one in self.compared]
-        table: str = tabulate(lines, headers, floatfmt=".4g", missingval="-")
+        lines = [(one.words, one.measured, one.predicted, one.error, one.remark) for one in self.compared]
+        table: str = tabulate(lines, headers, floatfmt=("", ".4g", ".4g", "+.1%", ""), missingval="-")
         return "\n".join([table, "", *map(_fitted, self.machines.values()), self.sentence])
 
     @property

@@ -202,12 +202,6 @@ class Gather:
     repeats: float = 0.0
     """The same in backward for each query head of a group, where K and V are repeated."""
 
-    def gathered(self, *, forward: bool, reads: float, group: int) -> float:
-        """Return the bytes for an element of all ranks' K and V; reads: times that calls read all of it."""
-        if forward:
-            return self.forward + self.read * reads
-        return self.backward + (self.read + self.read_backward) * reads + self.repeats * group
-
 
 TE_GATHER = Gather(
     source=TRANSFORMER_ENGINE.source.split(",")[0] + ", AttnFuncWithCPAndKVAllGather",

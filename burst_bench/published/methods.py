@@ -16,7 +16,7 @@ from burst_bench.published.loops import Gather, Loop
 from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune import cost
-from burst_mcore.attention.autotune.cost import CallTime, Passes, message_bytes
+from burst_mcore.attention.autotune.cost import CallTime, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of
 from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for, why_not_degree
@@ -174,7 +174,8 @@ def parts_of(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> Parts:
     pooled = shard.pooled(way.heads)
     pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
-    time = cost.call_time(pooled, pass_, rates, _passes(way, pooled.heads // pooled.kv_heads))
+    ring_passes = (way.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
+    time = cost.call_time(pooled, pass_, rates, way.gathers.passes if way.gathers else ring_passes)
     work = KernelWork(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
     after = (way.exchanges > 0) * cost.COPIES * sum(parcels.values()) * way.heads / rates.memory
     kernel = work.busiest_of(1)
@@ -235,15 +236,10 @@ def _gathered(row: Row, shard: Shard, gathers: Gather, pass_: Pass) -> float:
     """Return the bytes of memory that a gather moves for K and V of all ranks, and for their gradients."""
     elements = row.gpus * shard.batch * shard.tokens * shard.kv_heads * (shard.head_dim + shard.value_dim)
     reads = 1.0 if row.mask == "causal" else 2.0  # of both halves: their queries read all keys, together
-    group = shard.heads // shard.kv_heads
-    return elements * gathers.gathered(forward=pass_ == Pass.FORWARD, reads=reads, group=group)
-
-
-def _passes(way: MethodWay, group: int) -> Passes:
-    """Return the bytes around a kernel call, where `group` query heads share a key head."""
-    if way.gathers is not None:
-        return way.gathers.passes
-    return (way.loop or loops.RING_FLASH).passes_of(group)
+    if pass_ == Pass.FORWARD:
+        return elements * (gathers.forward + gathers.read * reads)
+    repeated = gathers.repeats * (shard.heads // shard.kv_heads)
+    return elements * (gathers.backward + (gathers.read + gathers.read_backward) * reads + repeated)
 
 
 @lru_cache(maxsize=64)

@@ -24,8 +24,10 @@ from burst_plan import provenance
 MASKS = ("causal", "full", "varlen_causal", "varlen_full")
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 """Passes that a figure covers, and their FLOPs as multiples of a forward's."""
-COUNTS = ("gpus", "gpus_per_node", "heads", "kv_heads", "head_dim", "batch", "seq")
+COUNTS = ("gpus", "gpus_per_node", "heads", "kv_heads", "head_dim", "batch", "seq", "head_parallel")
 """Fields that are positive integers."""
+WORDS = ("hardware", "method", "variant", "source")
+"""Fields that are any words."""
 CPU = "cpu"
 """Hardware of rows that were measured on some CPU; no preset predicts them, a file of rates does."""
 LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
@@ -61,10 +63,14 @@ class Row:
     source: str = ""
 
     def __post_init__(self) -> None:
-        self._check_kinds()
-        for name, legal in (("mask", MASKS), ("passes", tuple(PASSES)), ("dtype", tuple(TRAINED))):
-            if getattr(self, name) not in legal:
-                raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
+        legal = {"mask": MASKS, "passes": tuple(PASSES), "dtype": tuple(TRAINED)}
+        for name, value in vars(self).items():
+            if name in COUNTS and value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if name in WORDS and not isinstance(value, str):
+                raise ValueError(f"{name} must be words, got {value!r}")
+            if name in legal and value not in legal[name]:
+                raise ValueError(f"{name} must be one of {', '.join(legal[name])}, got {value!r}")
         if self.gpus % min(self.gpus, self.gpus_per_node):
             raise ValueError(f"{self.gpus} gpus do not go evenly on nodes of {self.gpus_per_node}")
         if self.heads % self.kv_heads:
@@ -75,25 +81,12 @@ class Row:
         if isinstance(figure, bool) or not isinstance(figure, (int, float)) or not 0 < figure < math.inf:
             raise ValueError(f"{self.figure} must be a positive number, got {figure!r}")
 
-    def _check_kinds(self) -> None:
-        """Raise ValueError for a count that is no positive integer, or words that are no string."""
-        for name in COUNTS if self.head_parallel is None else (*COUNTS, "head_parallel"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name in ("hardware", "method", "variant", "source"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be words, got {getattr(self, name)!r}")
-
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Row:
         """Return the row of a JSON object; entries that are no fields, or null, are left out."""
-        values = {field.name: entries.get(field.name) for field in fields(cls)}
-        given = {name: value for name, value in values.items() if value is not None}
-        missing = [
-            field.name for field in fields(cls) if field.default is MISSING and field.name not in given
-        ]
-        if missing:
+        names = [field.name for field in fields(cls)]
+        given = {name: entries[name] for name in names if entries.get(name) is not None}
+        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]:
             raise ValueError(f"has no {', '.join(missing)}")
         return cls(**given)
 

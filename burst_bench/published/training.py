@@ -88,18 +88,15 @@ def _row(run: Training, ranks: Ranks) -> Row:
 
 def value_of(metric: str, step: PredictedStep, counted: float = 1.0) -> float | None:
     """Return a figure of a step in the unit of its source; None for a metric that no step has."""
-    match metric:
-        case "tgs" | "tokens per second per GPU":
-            return step.tokens_per_second
-        case "tokens per second, all GPUs":
-            return step.tokens_per_second * step.way.gpus
-        case "mem_gb":
-            return total(step.memory) / 1e9
-        case "model TFLOP/s per GPU":
-            return step.mfu * step.place.peak / 1e12
-        case "MFU":
-            return 100 * step.mfu * counted
-    return None
+    figures = {
+        "tgs": step.tokens_per_second,
+        "tokens per second per GPU": step.tokens_per_second,
+        "tokens per second, all GPUs": step.tokens_per_second * step.way.gpus,
+        "mem_gb": total(step.memory) / 1e9,
+        "model TFLOP/s per GPU": step.mfu * step.place.peak / 1e12,
+        "MFU": 100 * step.mfu * counted,
+    }
+    return figures.get(metric)
 
 
 def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> tuple[float | None, str | None]:

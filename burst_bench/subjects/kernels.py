@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,6 @@ WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 OURS = "triton"
 
 
-@dataclass(frozen=True, kw_only=True)
 class KernelCase(SquareCase):
     """Local attention kernels on one device, in turn."""
 
@@ -88,7 +88,6 @@ BYTES = {
 """Of a row of 16 bits, that each pass must move: for each element, and besides."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowCase(SquareCase):
     """The passes around attention kernels: D, the stand-in for O, merging."""
 
@@ -120,7 +119,6 @@ class RowCase(SquareCase):
             yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]
 
 
-@dataclass(frozen=True, kw_only=True)
 class HopsCase(SquareCase):
     """Attention while NCCL carries messages on the same GPU, beside attention alone."""
 
@@ -142,22 +140,17 @@ class HopsCase(SquareCase):
         calls = self.bare(KERNELS[others(self, world.device)[0]], tensors)
         messages = Messages(self, torch.cat([x.flatten() for x in tensors[1:3]]))
 
-        def under_way() -> None:
+        def under_way(call: Callable[[], object]) -> None:
             works = messages.post()
-            calls.forward()
+            call()
             for work in works:
                 work.wait()
 
-        def hops() -> None:
-            for work in messages.post():
-                work.wait()
-
-        units = {"alone": Trial({"": calls.forward}, ahead=True), "messages": Trial({"": hops}, ahead=True)}
-        return Stage(
-            lambda method: Trial({"": under_way}, ahead=True),
-            units,
-            facts={("messages", "sent"): float(messages.size)},
-        )
+        alone = Trial({"": calls.forward}, ahead=True)
+        hops = Trial({"": partial(under_way, lambda: None)}, ahead=True)
+        beside = Trial({"": partial(under_way, calls.forward)}, ahead=True)
+        facts = {("messages", "sent"): float(messages.size)}
+        return Stage(lambda method: beside, {"alone": alone, "messages": hops}, facts)
 
     def derive(self, table: Table) -> Derived:
         yield "under way", "this / alone", table.over(("under way", "wall"), ("alone", "wall"))
