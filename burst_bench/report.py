@@ -27,10 +27,9 @@ def report(results: Results) -> str:
 def bars(results: Results) -> str:
     """Claims beside what was measured, and the claims that were not judged."""
     lines = [
-        (b.case, b.claim, f"{b.value:.3g}", b.must_be,
-         "reached" if b.reached else "MISSED")
+        (b.case, b.claim, f"{b.value:.3g}", b.must_be, "reached" if b.reached else "MISSED")
         for b in results.bars
-    ]  # fmt: skip
+    ]
     text = markdown(("case", "claim", "measured", "bar", ""), lines) if lines else "no claim has a bar here"
     missing = [f"not judged, since not measured: {claim}" for claim in results.not_judged]
     return "\n".join([text, *missing])

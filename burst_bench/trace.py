@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from burst_bench.core import World
 from burst_bench.launch import in_processes, keep_freed_memory
-from burst_bench.methods.attention import attended, dealt
+from burst_bench.methods.attention import ShardedAttention, attended
 from burst_mcore import BurstConfig, Topology
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.schedule import actions as does
@@ -96,7 +96,7 @@ def _trace_pass(
     world = World(rank, size)
     topology = Topology.from_group(world.group, intra_size=intra, rates=rates)
     attend = partial(attended, topology=topology, mask=problem.seen, config=config)
-    *inputs, dout = map(dealt(config.layout, world, attend).shard, problem.tensors())
+    *inputs, dout = map(ShardedAttention(config.layout, world, attend).shard, problem.tensors())
     for x in inputs:
         x.requires_grad_()
     for _ in range(2):  # once to warm up: connections, buffers

@@ -52,20 +52,18 @@ class RingCase(Case, LayerProblem):
 class ShardedAttention:
     """A method of the kind "attention", on one rank."""
 
+    layout: Layout | str
+    """Of the sequence that the method wants."""
+    world: World
     attend: AttendedBy
-    shard: Callable[[Tensor], Tensor]
-    """This rank's part of a tensor [batch, sequence, ...]."""
-    unshard: Callable[[Sequence[Tensor]], Tensor]
-    """The whole tensor of the parts of all ranks."""
 
+    def shard(self, x: Tensor) -> Tensor:
+        """Return this rank's part of a tensor [batch, sequence, ...]."""
+        return shard(x, 1, rank=self.world.rank, size=self.world.size, layout=self.layout)
 
-def dealt(layout: Layout | str, world: World, attend: AttendedBy) -> ShardedAttention:
-    """Return a method that wants the sequence in a layout of ours."""
-    return ShardedAttention(
-        attend,
-        partial(shard, dim=1, rank=world.rank, size=world.size, layout=layout),
-        partial(unshard, dim=1, layout=layout),
-    )
+    def unshard(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor of the parts of all ranks."""
+        return unshard(parts, 1, layout=self.layout)
 
 
 def share_of(
@@ -103,7 +101,9 @@ def burst(
         topology = Topology.from_group(world.group, intra_size=world.size // nodes, rates=rates)
     degree = heads or topology.size
     config = BurstConfig(layout=layout, backward=backward, head_parallel=degree, ring=ring)
-    return dealt(layout, world, partial(attended, topology=topology, mask=case.seen, config=config))
+    return ShardedAttention(
+        layout, world, partial(attended, topology=topology, mask=case.seen, config=config)
+    )
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -142,7 +142,7 @@ def _deepspeed(case: RingCase, world: World) -> ShardedAttention:
         return attended(q, k, v, topology=Topology.single(), mask=case.seen)
 
     ulysses = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-    return dealt("contiguous", world, partial(ulysses, batch_dim_idx=0))
+    return ShardedAttention("contiguous", world, partial(ulysses, batch_dim_idx=0))
 
 
 HIDDEN = Rates(intra=1e12, inter=1e11, compute=1e9, latency=0.0)

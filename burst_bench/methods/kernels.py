@@ -50,7 +50,7 @@ class Tiles:
 
     def forward(self) -> None:
         for tile in self.tiles:
-            self._forward(tile)
+            both_ways(self.kernel, tile.pattern, *self.rows(tile)[:3])
 
     def both(self) -> None:
         """Call both passes, tile by tile."""
@@ -59,17 +59,16 @@ class Tiles:
 
     def backward(self) -> TimedStep:
         """Run the forward, and return the backward as a step."""
-        inputs = [_inputs(self.kernel, *self.rows(tile), *self._forward(tile)) for tile in self.tiles]
+        inputs = []
+        for tile in self.tiles:
+            q, k, v, dout = self.rows(tile)
+            inputs.append(_inputs(self.kernel, q, k, v, dout, *both_ways(self.kernel, tile.pattern, q, k, v)))
 
         def step() -> None:
             for tile, of_tile in zip(self.tiles, inputs, strict=True):
                 self.kernel.backward(of_tile, tile.pattern, scores_of(of_tile.q))
 
         return step
-
-    def _forward(self, tile: Tile) -> tuple[Tensor, ...]:
-        q, k, v, _ = self.rows(tile)
-        return self.kernel.forward(q, k, v, tile.pattern, scores_of(q))
 
 
 def _inputs(
@@ -98,6 +97,7 @@ class SquareCase(Case):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         assert self.seen  # a ValueError if there is no such mask
 
     @property
@@ -110,7 +110,7 @@ class SquareCase(Case):
         return self.head_dim, self.value_dim or self.head_dim
 
     def problem(self, device: str) -> Problem:
-        return Problem(device, DTYPES[self.dtype], self.heads, self.kv_heads or self.heads, *self.dims)
+        return Problem(device, DTYPES[self.dtype], self.heads, self.kv_heads, *self.dims)
 
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of a forward of so many query-key pairs."""
@@ -119,8 +119,8 @@ class SquareCase(Case):
     def tensors(self, device: str) -> list[Tensor]:
         """q, k, v and dout [1, tokens, heads, head dim]; the same every time."""
         generator, (dim, value_dim) = torch.Generator(device).manual_seed(0), self.dims
-        kv_heads = self.kv_heads or self.heads
-        shapes = (self.heads, dim), (kv_heads, dim), (kv_heads, value_dim), (self.heads, value_dim)
+        heads, kv_heads = self.heads, self.kv_heads
+        shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)
         return [
             torch.randn((1, self.tokens, *shape), device=device, generator=generator).to(DTYPES[self.dtype])
             for shape in shapes

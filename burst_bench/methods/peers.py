@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst_bench.core import Method, World, add, missing, shared_heads
-from burst_bench.methods.attention import AttendedBy, RingCase, ShardedAttention, dealt, divisible
+from burst_bench.methods.attention import AttendedBy, RingCase, ShardedAttention, divisible
 from burst_bench.published.rows import LAYOUTS
 from burst_mcore.mask import Mask
 
@@ -139,7 +139,7 @@ def _megatron(case: RingCase, world: World, comm: str) -> ShardedAttention:
         by_head: Tensor = out.unflatten(2, (case.heads, case.head_dim)).transpose(0, 1)
         return by_head
 
-    return dealt("zigzag", world, attend)
+    return ShardedAttention("zigzag", world, attend)
 
 
 def _of_node(ranks: int) -> int:
@@ -153,7 +153,7 @@ def _ring_flash_attn(case: RingCase, world: World, function: str, layout: str) -
     # It wants a group of one backend.
     group = dist.new_group(backend="nccl" if world.device == "cuda" else None)
     run = partial(getattr(ring_flash_attn, function), causal=_causal(case), group=group)
-    return dealt(layout, world, run)
+    return ShardedAttention(layout, world, run)
 
 
 def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
@@ -167,7 +167,7 @@ def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
 def _torch(case: RingCase, world: World, travels: str) -> ShardedAttention:
     causal = _causal(case)
     attend = parallel_attention(world, travels, causal)
-    return dealt("zigzag" if causal else "contiguous", world, attend)
+    return ShardedAttention("zigzag" if causal else "contiguous", world, attend)
 
 
 _MEGATRON = {"p2p": "ring", "all_gather": "all-gather", "a2a": "ulysses", "a2a+p2p": "usp"}

@@ -3,7 +3,6 @@
 rows      rows of measurements, their checks, and how `bench attention` records them
 methods   the field's methods, each by the schedule that it runs
 loops     the messages and bytes of other projects' rings
-fit       two numbers of a machine, fitted to rows
-against   measured and predicted side by side: errors and regret
+against   measured and predicted side by side: two numbers of a machine that are fitted, errors, regret
 training  published training steps, each by the step model
 """

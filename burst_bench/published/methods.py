@@ -26,8 +26,11 @@ from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import TRAINED
-from burst_mcore.machines import MACHINES
+from burst_mcore.machines import CONSTANTS, MACHINES
 from burst_mcore.rates import Rates
+
+FITTED = replace(CONSTANTS, call=CONSTANTS.loops)
+"""Constants of public rows, which are those of other projects' loops."""
 
 
 @dataclass(frozen=True, kw_only=True)

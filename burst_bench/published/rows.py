@@ -97,9 +97,7 @@ class Row:
 
     @property
     def measured(self) -> float:
-        value = getattr(self, self.figure)
-        assert value is not None
-        return float(value)
+        return float(getattr(self, self.figure))
 
     @property
     def ranks(self) -> Ranks:

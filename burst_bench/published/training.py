@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from burst_bench.published.fit import FITTED
-from burst_bench.published.methods import WAYS, seconds_of
+from burst_bench.published.methods import FITTED, WAYS, seconds_of
 from burst_bench.published.methods import MethodWay as AttentionWay
 from burst_bench.published.rows import Row
 from burst_mcore.attention.autotune.ways import Ranks

@@ -137,7 +137,12 @@ class PaperCase(PlayedCase):
     @classmethod
     def summary(cls, tables: Mapping[str, Table]) -> Derived:
         """Yield how the lead of "auto" over the fastest method of others grows with half the NIC."""
-        leads = {name: lead for name, table in tables.items() if (lead := lead_of(table)) is not None}
+        behind = {name: table.medians("this / auto") for name, table in tables.items()}
+        leads = {
+            name: min(ratios[method] for method in FIELD if method in ratios)
+            for name, ratios in behind.items()
+            if FIELD.keys() & ratios.keys()
+        }
         for name, lead in leads.items():
             half = f"{name}, {HALF}"
             if half in leads:
@@ -153,10 +158,3 @@ class PaperCase(PlayedCase):
         if self.tokens == TOKENS[-1] and self.nic == 1:
             bars.append(Bar("exposed communication of auto", "auto", "exposed / emulated", 0.05))
         return bars
-
-
-def lead_of(table: Table) -> float | None:
-    """Return the seconds of the fastest method of others over those of "auto"; None if one is missing."""
-    medians = table.medians("emulated")
-    others = [seconds for method, seconds in medians.items() if method in FIELD]
-    return min(others) / medians["auto"] if others and "auto" in medians else None

@@ -57,9 +57,9 @@ class VirtualCase(SquareCase):
         return replace(self, size=1, rings=1, tokens=n, mask=mask)
 
     def rank(self, kernel: str, device: str, works: bool = True) -> VirtualRank:
-        (head_dim, value_dim), kv_heads = self.dims, self.kv_heads or self.heads
+        head_dim, value_dim = self.dims
         share = Shard(
-            batch=1, tokens=self.tokens, heads=self.heads, kv_heads=kv_heads, head_dim=head_dim,
+            batch=1, tokens=self.tokens, heads=self.heads, kv_heads=self.kv_heads, head_dim=head_dim,
             value_dim=value_dim, dtype=DTYPES[self.dtype],
             latent=(8 * head_dim // 3, head_dim // 3) if self.latent else None, latent_travels=self.latent,
         )  # fmt: skip

@@ -12,7 +12,6 @@ from pathlib import Path
 from step_errors import ROWS, Judged, judged, ranges
 
 from burst_bench.published.against import Compared, Report, compare
-from burst_bench.published.fit import FITTED
 from burst_bench.published.loops import (
     INTERNEVO,
     MAGI_DOUBLE_RING,
@@ -24,7 +23,7 @@ from burst_bench.published.loops import (
     follows,
     together,
 )
-from burst_bench.published.methods import MethodWay, seconds_of, way_of
+from burst_bench.published.methods import FITTED, MethodWay, seconds_of, way_of
 from burst_mcore.attention.autotune.choose import AS_FAST
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_mcore.machines import CONSTANTS, MACHINES, Machine

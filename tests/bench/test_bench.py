@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from burst_bench import core, gate, report, stage
 from burst_bench.core import METHODS, Bar, Method, Table, Trial, World, of_kind
-from burst_bench.methods.attention import HIDDEN, RingCase, attended, dealt, share_of
+from burst_bench.methods.attention import HIDDEN, RingCase, ShardedAttention, attended, share_of
 from burst_bench.results import Results, read, unit_of
 from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS, attention, masks
@@ -77,7 +77,7 @@ def test_every_method_passes_its_gate_with_every_mask(size, absent):
 
 
 def _wrong_attention(case, world):
-    return dealt("zigzag", world, lambda q, k, v: q * v.mean() + k)
+    return ShardedAttention("zigzag", world, lambda q, k, v: q * v.mean() + k)
 
 
 def _failing(case, world):

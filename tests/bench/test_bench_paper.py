@@ -146,9 +146,9 @@ def test_figures_follow_from_walls():
 
 def test_the_lead_with_half_the_nic_is_compared_with_that_of_the_whole():
     tables = {
-        "4K tokens a GPU": Table({("USP", "emulated"): [1.1], ("auto", "emulated"): [1.0]}),
+        "4K tokens a GPU": Table({("USP", "this / auto"): [1.1], ("double ring", "this / auto"): [1.3]}),
         "4K tokens a GPU, with half the NIC": Table(
-            {("USP", "emulated"): [1.32], ("auto", "emulated"): [1.1]}
+            {("USP", "this / auto"): [1.2], ("burst", "this / auto"): [1.0]}
         ),
     }
     found = {meter: samples[0] for _, meter, samples in PaperCase.summary(tables)}

@@ -13,9 +13,16 @@ from typer.testing import CliRunner
 
 from burst_bench.calibrate import Line, measured
 from burst_bench.core import World
-from burst_bench.published.against import compare
-from burst_bench.published.fit import FITTED, by_machine, calibrated, descend, error, fitted_machine, loss_of
-from burst_bench.published.methods import WAYS, seconds_of, way_of
+from burst_bench.published.against import (
+    by_machine,
+    calibrated,
+    compare,
+    descend,
+    error,
+    fitted_machine,
+    loss_of,
+)
+from burst_bench.published.methods import FITTED, WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.autotune.cost import CallTime, call_time
