@@ -291,9 +291,9 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
 
 
-def installed(name: str, case: Any, device: str) -> str | None:
-    """Return the need of a method for a package."""
-    return missing(name)
+def installed(name: str, case: Any, device: str, *, on_gpu: bool = False) -> str | None:
+    """Return the need of a method for a package, and for a GPU; None if this machine meets the need."""
+    return " and ".join(filter(None, ["a GPU" * (on_gpu and device != "cuda"), missing(name)])) or None
 
 
 def missing(*packages: str) -> str | None:

@@ -79,8 +79,6 @@ def _table(problem: LayerProblem) -> Pattern:
 
 def _gathered(shard: Tensor, world: World) -> Sequence[Tensor]:
     """Return the shards of all ranks, which need not be of one length."""
-    if world.size == 1:
-        return [shard]
     shards: list[Tensor] = [shard] * world.size
     dist.all_gather_object(shards, shard.contiguous())
     return shards

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -108,9 +107,7 @@ def keep_freed_memory() -> None:
     Otherwise glibc returns large tensors to the kernel and gets them back page by page, which on virtual
     machines takes about 10 us a page: up to a sixth of a short attention call, and nothing that is compared.
     """
-    if sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # another system, or C library
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for parameter, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**27)):  # MMAP_MAX, TRIM_THRESHOLD, TOP_PAD
             mallopt(parameter, value)

@@ -58,16 +58,12 @@ def measure(rank: int, size: int, work: StageWork) -> Outcome:
         beside = {} if work.beside is None else {work.beside.name: stage.trial(work.beside)}
         running = {**stage.units, **beside, **trials}
         times = interleave(running, world, work.rounds, cold=case.cold, clearly=case.clearly)
-        outcome.samples |= _under(work.methods[0].name, times) if case.beside else times
+        alone = work.methods[0].name
+        for (name, meter), samples in times.items():
+            # Figures of units are those of a method that runs alone, too, with the unit's name before.
+            own = (name, meter) if not case.beside or name == alone else (alone, f"{name} {meter}")
+            outcome.samples[own] = samples
     return outcome
-
-
-def _under(method: str, times: Samples) -> Samples:
-    """Figures of a method that ran alone: those of units are its own, too, with the unit's name before."""
-    return {
-        (method, meter if name == method else f"{name} {meter}"): samples
-        for (name, meter), samples in times.items()
-    }
 
 
 def _gated(
@@ -99,8 +95,6 @@ def wrong(meters: Mapping[str, float], bound: float) -> str | None:
 
 def _agreed(reason: str | None, world: World) -> str | None:
     """Return the first reason that any rank has."""
-    if world.size == 1:
-        return reason
     reasons: list[str | None] = [None] * world.size
     dist.all_gather_object(reasons, reason)
     return next((text for text in reasons if text is not None), None)

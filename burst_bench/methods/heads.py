@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from burst_bench.core import Method, World, add, installed, missing, nothing, ready
+from burst_bench.core import Method, World, add, installed, nothing, ready
 from burst_mcore.dtypes import wide
 from burst_mcore.loss import fused_linear_cross_entropy
 
@@ -93,11 +93,6 @@ def _cce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return mean
 
 
-def on_gpu(name: str, case: Any, device: str) -> str | None:
-    """Return the need of a package for GPUs; None if this machine meets the need."""
-    return " and ".join(filter(None, ["a GPU" * (device != "cuda"), missing(name)])) or None
-
-
 def _method(
     name: str, loss: HeadLoss, needs: Callable[[Any, str], str | None] = nothing, visible: bool = True
 ) -> Method:
@@ -111,6 +106,6 @@ add(
     Method("compiled-naive", _compiled, ours=False),
     _method("torch", _torch, _torch_needs, visible=False),
     _method("deepspeed", _deepspeed, partial(installed, "deepspeed")),
-    _method("liger", _liger, partial(on_gpu, "liger-kernel")),
-    _method("cce", _cce, partial(on_gpu, "cut-cross-entropy"), visible=False),
+    _method("liger", _liger, partial(installed, "liger-kernel", on_gpu=True)),
+    _method("cce", _cce, partial(installed, "cut-cross-entropy", on_gpu=True), visible=False),
 )

@@ -109,9 +109,6 @@ class SquareCase(Case):
         """Widths of keys and values."""
         return self.head_dim, self.value_dim or self.head_dim
 
-    def problem(self, device: str) -> Problem:
-        return Problem(device, DTYPES[self.dtype], self.heads, self.kv_heads, *self.dims)
-
     def flops(self, pairs: float) -> float:
         """Return the FLOPs of a forward of so many query-key pairs."""
         return 2 * self.heads * sum(self.dims) * pairs
@@ -143,7 +140,8 @@ def _kernel(name: str, case: SquareCase, world: World) -> Kernel:
 
 
 def _needs(name: str, case: SquareCase, device: str) -> str | None:
-    return KERNELS[name].supports(case.problem(device))
+    problem = Problem(device, DTYPES[case.dtype], case.heads, case.kv_heads, *case.dims)
+    return KERNELS[name].supports(problem)
 
 
 for each in [name for name in KERNELS if name != "reference"]:

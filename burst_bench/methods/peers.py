@@ -107,10 +107,6 @@ def _needs(
     return shared_heads(case, heads) or divisible(case, device)
 
 
-def _causal(case: RingCase) -> bool:
-    return case.seen == Mask.causal()
-
-
 def _megatron(case: RingCase, world: World, comm: str) -> ShardedAttention:
     """TEDotProductAttention, of [sequence, batch, heads, head_dim], zigzag: its result has heads as one."""
     from megatron.core import parallel_state
@@ -124,7 +120,7 @@ def _megatron(case: RingCase, world: World, comm: str) -> ShardedAttention:
         parallel_state.initialize_model_parallel(
             context_parallel_size=world.size, hierarchical_context_parallel_sizes=levels
         )
-    mask = AttnMaskType.causal if _causal(case) else AttnMaskType.no_mask
+    mask = AttnMaskType.causal if case.seen == Mask.causal() else AttnMaskType.no_mask
     config = TransformerConfig(
         num_layers=1, hidden_size=case.heads * case.head_dim, num_attention_heads=case.heads,
         num_query_groups=case.kv_heads, kv_channels=case.head_dim, attention_dropout=0.0,
@@ -152,7 +148,7 @@ def _ring_flash_attn(case: RingCase, world: World, function: str, layout: str) -
 
     # It wants a group of one backend.
     group = dist.new_group(backend="nccl" if world.device == "cuda" else None)
-    run = partial(getattr(ring_flash_attn, function), causal=_causal(case), group=group)
+    run = partial(getattr(ring_flash_attn, function), causal=case.seen == Mask.causal(), group=group)
     return ShardedAttention(layout, world, run)
 
 
@@ -165,7 +161,7 @@ def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
 
 
 def _torch(case: RingCase, world: World, travels: str) -> ShardedAttention:
-    causal = _causal(case)
+    causal = case.seen == Mask.causal()
     attend = parallel_attention(world, travels, causal)
     return ShardedAttention("zigzag" if causal else "contiguous", world, attend)
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from burst_bench.core import Method, World, add, shared_heads
-from burst_bench.methods.heads import on_gpu
+from burst_bench.core import Method, World, add, installed, shared_heads
 from burst_bench.methods.steps import OURS, VOCABULARY, WIDER, StepSetting, Train, TrainedCase, needs
 from burst_mcore.checkpointing import Full, Policy
 from burst_mcore.layout import shard
@@ -186,7 +185,7 @@ def _own_needs(case: TrainedCase, device: str) -> str | None:
 
 
 def _engine_needs(communication: str, case: TrainedCase, device: str) -> str | None:
-    lacks = on_gpu("transformer-engine", case, device)
+    lacks = installed("transformer-engine", case, device, on_gpu=True)
     if lacks is None and communication == "a2a":
         return shared_heads(case, case.ranks)
     if lacks is None and communication == "a2a+p2p" and case.nodes < 2:

@@ -21,6 +21,7 @@ from burst_mcore.machines import MACHINES, Constants, Machine
 from burst_mcore.rates import Rates
 from burst_plan.step.way import Way
 
+LEGAL = f"one of {', '.join(MACHINES)}"
 CLIPPED = 0.5
 """Errors beyond count as so much: a few rows that no model explains shall not decide a fit."""
 START, STOP = 0.3, 0.01
@@ -130,7 +131,11 @@ class Report:
             for one in self.compared
         ]  # fmt: skip
         table: str = tabulate(lines, headers, floatfmt=("", ".4g", ".4g", "+.1%", ""), missingval="-")
-        return "\n".join([table, "", *map(_fitted, self.machines.values()), self.sentence])
+        fits = [
+            f"calibrated: {name}: " + ", ".join(f"{x} {getattr(machine, x):.3g}" for x in machine.fitted)
+            for name, machine in self.machines.items()
+        ]
+        return "\n".join([table, "", *fits, self.sentence])
 
     @property
     def _memory(self) -> str:
@@ -159,11 +164,6 @@ class Report:
             f"median error {self.median:.1%}, 90 % of them within {self.within(0.9):.1%}"
             f"{chosen if regrets else ''}{self._memory}"
         )
-
-
-def _fitted(machine: Machine) -> str:
-    numbers = ", ".join(f"{name} {getattr(machine, name):.3g}" for name in machine.fitted)
-    return f"calibrated: {machine.name}: {numbers}"
 
 
 def _regret(group: tuple[object, ...], members: Sequence[Compared]) -> dict[str, Any] | None:
@@ -208,7 +208,7 @@ def _to_fit(path: Path) -> list[Row]:
     rows = [row for _, row in rows_of(read(path), path)]
     for row in rows:
         if row.hardware not in MACHINES:
-            raise ValueError(f"{path}: rows of {row.hardware!r} cannot be fitted: {_legal()}")
+            raise ValueError(f"{path}: rows of {row.hardware!r} cannot be fitted: {LEGAL}")
     return rows
 
 
@@ -238,15 +238,11 @@ def _predict(row: Row, known: Mapping[str, Machine], rates: Rates | None) -> tup
     if rates is None and row.hardware == CPU:
         return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
     if rates is None and row.hardware not in known:
-        raise ValueError(f"unknown machine {row.hardware!r}: {_legal()}, or any with --rates FILE")
+        raise ValueError(f"unknown machine {row.hardware!r}: {LEGAL}, or any with --rates FILE")
     way = way_of(row)
     if isinstance(way, str):
         return None, way
     return row.figure_of(seconds_of(row, way, rates or known[row.hardware].rates_by(FITTED))), None
-
-
-def _legal() -> str:
-    return f"one of {', '.join(MACHINES)}"
 
 
 def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:

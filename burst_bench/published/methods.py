@@ -19,7 +19,7 @@ from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.cost import CallTime, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of
 from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for, why_not_degree
+from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
@@ -212,8 +212,7 @@ def _windows(groups: Ranks) -> Route:
     """Return a double ring over nodes; within one node, or of one group a node, windows as many as places."""
     if 1 < groups.intra < groups.size:
         return Route(nodes=groups.size // groups.intra, intra=groups.intra)
-    divisors = [n for n in range(1, groups.size + 1) if groups.size % n == 0 and n * n <= groups.size]
-    nodes = divisors[-1] if groups.intra == 1 else 1
+    nodes = max(a for a, b in factors(groups.size) if a <= b) if groups.intra == 1 else 1
     return Route(nodes=nodes, intra=groups.size // nodes)
 
 

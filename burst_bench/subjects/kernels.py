@@ -138,10 +138,15 @@ class HopsCase(SquareCase):
     def prepare(self, world: World) -> Stage:
         tensors = self.tensors(world.device)
         calls = self.bare(KERNELS[others(self, world.device)[0]], tensors)
-        messages = Messages(self, torch.cat([x.flatten() for x in tensors[1:3]]))
+        bundle = torch.cat([x.flatten() for x in tensors[1:3]])
+        pairs = [(bundle.clone(), torch.empty_like(bundle)) for _ in range(self.communicators)]
+        groups = [
+            companion([0], "nccl", timedelta(minutes=2), self.ctas, priority=self.priority)
+            for _ in (pairs if bundle.is_cuda else ())
+        ]
 
         def under_way(call: Callable[[], object]) -> None:
-            works = messages.post()
+            works = post(groups, pairs)
             call()
             for work in works:
                 work.wait()
@@ -149,7 +154,7 @@ class HopsCase(SquareCase):
         alone = Trial({"": calls.forward}, ahead=True)
         hops = Trial({"": partial(under_way, lambda: None)}, ahead=True)
         beside = Trial({"": partial(under_way, calls.forward)}, ahead=True)
-        facts = {("messages", "sent"): float(messages.size)}
+        facts = {("messages", "sent"): float(self.communicators * bundle.nbytes)}
         return Stage(lambda method: beside, {"alone": alone, "messages": hops}, facts)
 
     def derive(self, table: Table) -> Derived:
@@ -158,24 +163,15 @@ class HopsCase(SquareCase):
         yield "messages", "GB/s", [size / seconds / 1e9 for seconds in walls.get("messages", ())]
 
 
-class Messages:
-    """Messages of one process to itself. On a CPU a message is a copy, at once: NCCL is not there."""
+def post(groups: Sequence[dist.ProcessGroup], pairs: Sequence[tuple[Tensor, Tensor]]) -> list[dist.Work]:
+    """Send and receive a message of one process to itself by each group; return what is to be waited for.
 
-    def __init__(self, case: HopsCase, bundle: Tensor) -> None:
-        self.size = case.communicators * bundle.nbytes
-        self.pairs = [(bundle.clone(), torch.empty_like(bundle)) for _ in range(case.communicators)]
-        self.groups = [
-            companion([0], "nccl", timedelta(minutes=2), case.ctas, priority=case.priority)
-            for _ in (self.pairs if bundle.is_cuda else ())
-        ]
-
-    def post(self) -> list[dist.Work]:
-        """Send and receive all messages; return what is to be waited for."""
-        works: list[dist.Work] = []
-        for group, (bundle, arrived) in zip(self.groups, self.pairs, strict=False):
-            ends = (dist.irecv, arrived), (dist.isend, bundle)
-            works += dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=0) for op, x in ends])
-        if not self.groups:
-            for bundle, arrived in self.pairs:
-                arrived.copy_(bundle)
-        return works
+    On a CPU a message is a copy, at once: NCCL is not there, and neither is a group.
+    """
+    works: list[dist.Work] = []
+    for group, (bundle, arrived) in zip(groups, pairs, strict=False):
+        ends = (dist.irecv, arrived), (dist.isend, bundle)
+        works += dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=0) for op, x in ends])
+    for bundle, arrived in () if groups else pairs:
+        arrived.copy_(bundle)
+    return works

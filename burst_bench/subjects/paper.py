@@ -118,7 +118,8 @@ class PaperCase(PlayedCase):
             yield method, "exposed / emulated", [1 - kernel / seconds for seconds in samples]
             yield method, "TFLOP/s", [self.row.figure_of(seconds) for seconds in samples]
             papers = dict(zip(TOKENS, PAPERS.get(method, ()), strict=False))
-            if self.tokens in papers and self.in_paper:
+            on_papers = self.cluster.lower() in ("4x8", "a800:4x8") and self.nic == 1
+            if on_papers and self.tokens in papers:
                 yield method, "paper's TFLOP/s", [papers[self.tokens]]
             off.append(abs(medians[method] / predicted - 1))
         if off:
@@ -128,11 +129,6 @@ class PaperCase(PlayedCase):
         if "auto" in medians and len(medians) > 1:
             rival = min(seconds for method, seconds in medians.items() if method != "auto")
             yield "auto", BEHIND, [medians["auto"] / rival]
-
-    @property
-    def in_paper(self) -> bool:
-        """Whether the paper has figures for this cluster."""
-        return self.cluster.lower() in ("4x8", "a800:4x8") and self.nic == 1
 
     @classmethod
     def summary(cls, tables: Mapping[str, Table]) -> Derived:

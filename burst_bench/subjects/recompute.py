@@ -229,10 +229,6 @@ class OffloadCase(LayersCase):
     heads: int = 32
     dtype: str = one_of("bfloat16", DTYPES)
 
-    @property
-    def kept_bytes(self) -> int:
-        return self.layers * self.seq * (self.hidden * DTYPES[self.dtype].itemsize + 4 * self.heads)
-
     def memory(self, model: LayerStack, method: LayerMethod) -> Mapping[str, float]:
         """Return the memory of the device that a forward leaves taken for backward."""
         if model.x.device.type != "cuda":
@@ -247,7 +243,8 @@ class OffloadCase(LayersCase):
     def derive(self, table: Table) -> Derived:
         yield OFFLOADED, "this / kept", table.over((OFFLOADED, "wall"), (KEPT, "wall"))
         both = table.get((KEPT, "held"), ()), table.get((OFFLOADED, "held"), ())
-        left = [(kept - offloaded) / self.kept_bytes for kept, offloaded in zip(*both, strict=False)]
+        results = self.layers * self.seq * (self.hidden * DTYPES[self.dtype].itemsize + 4 * self.heads)
+        left = [(kept - offloaded) / results for kept, offloaded in zip(*both, strict=False)]
         yield OFFLOADED, "left / (O and LSE)", left
 
     def bars(self, device: str) -> tuple[()]:

@@ -3,6 +3,7 @@
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("typer")
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench.core import METHODS, Method, Table, World, of_kind
+from burst_bench.core import METHODS, Method, Table, World, installed, of_kind
 from burst_bench.memory import LargestMade, peak_meter
 from burst_bench.methods import heads
 from burst_bench.results import Results, read
@@ -87,10 +88,10 @@ def _measured(monkeypatch, methods, names):
 
 
 def test_what_cannot_run_gives_its_reason(monkeypatch):
-    needs = heads.partial(heads.on_gpu, "no-such")
+    needs = partial(installed, "no-such", on_gpu=True)
     assert needs(SMALL, "cpu") == "a GPU and the package no-such"
     assert needs(SMALL, "cuda") == "the package no-such"
-    assert heads.on_gpu("torch", SMALL, "cuda") is None
+    assert installed("torch", SMALL, "cuda", on_gpu=True) is None
     methods = [Method("refuses", _refusing), Method("killed", _killed), Method("lacks", _refusing, needs)]
     results = _measured(monkeypatch, methods, ["refuses", "killed", "lacks", "naive"])
     reasons = {entry["method"]: entry["reason"] for entry in results.refused}

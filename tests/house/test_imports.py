@@ -18,7 +18,7 @@ BUDGET = {
     "burst_mcore.compat": 179,
     "burst_mcore.rollouts": 420,
     "burst_plan": 6000,
-    "burst_bench": 7070,
+    "burst_bench": 6800,
 }
 """Lines of Python at most; a folder with a row counts apart. A row changes only with its reason and its
 figure in docs/evidence/decisions.md."""
