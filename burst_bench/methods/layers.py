@@ -65,6 +65,7 @@ def _ours(name: str, policy: Policy) -> Method:
 
 
 KEPT, OFFLOADED = "kept", "offloaded"
+"""Methods of the kind "offload": results stay on the device, or wait on the host."""
 IN_MEGATRON = partial(installed, "megatron-core")
 add(
     "layers",

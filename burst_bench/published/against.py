@@ -22,6 +22,7 @@ from burst_mcore.rates import Rates
 from burst_plan.step.way import Way
 
 LEGAL = f"one of {', '.join(MACHINES)}"
+"""The machines that are known, for messages."""
 CLIPPED = 0.5
 """Errors beyond count as so much: a few rows that no model explains shall not decide a fit."""
 START, STOP = 0.3, 0.01
