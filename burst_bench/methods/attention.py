@@ -101,9 +101,8 @@ def burst(
         topology = Topology.from_group(world.group, intra_size=world.size // nodes, rates=rates)
     degree = heads or topology.size
     config = BurstConfig(layout=layout, backward=backward, head_parallel=degree, ring=ring)
-    return ShardedAttention(
-        layout, world, partial(attended, topology=topology, mask=case.seen, config=config)
-    )
+    attend = partial(attended, topology=topology, mask=case.seen, config=config)
+    return ShardedAttention(layout, world, attend)
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

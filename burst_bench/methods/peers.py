@@ -92,10 +92,9 @@ def parallel_attention(world: World, travels: str, causal: bool) -> AttendedBy:
 def _needs(
     case: RingCase, device: str, packages: Sequence[str] = (), full: bool = True, heads: int = 1
 ) -> str | None:
-    """Return the need of a method.
+    """Return the need of a method, or of one for GPUs that calls packages.
 
-    packages: of a method for GPUs alone; full: whether it serves attention without a mask; heads: ranks of
-    a group that shares heads.
+    full: whether it serves attention without a mask; heads: ranks of a group that shares heads.
     """
     if packages and device != "cuda":
         return "a GPU for each rank: torchrun ... --device cuda"

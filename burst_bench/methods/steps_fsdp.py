@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from burst_bench.core import Method, World, add, shared_heads
@@ -76,14 +76,14 @@ def _train(model: Any, case: TrainedCase, world: World, backward: Callable[[], T
     for layer in (*model.model.layers, model):
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    return partial(_step, model, optimizer, backward)
 
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = backward()
-        optimizer.step()
-        return float(loss)
 
-    return step
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], Tensor]) -> float:
+    optimizer.zero_grad()
+    loss = backward()
+    optimizer.step()
+    return float(loss)
 
 
 def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
