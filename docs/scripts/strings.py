@@ -15,6 +15,9 @@ from math import prod
 MOST = 4
 """Texts that phrases in a text make, at most; of more the phrases follow alone, and the text has "…"."""
 
+RECORDS = {"Setting"}
+"""Classes whose objects have words about a key: an error names the key, and says none of them."""
+
 
 class Strings:
     """The strings of a module."""
@@ -116,7 +119,7 @@ class Strings:
         for each in (each for function in functions for each in ast.walk(function)):
             if isinstance(each, ast.Return | ast.Yield | ast.YieldFrom) and each.value is not None:
                 yield each.value
-        if not functions:  # such as next(...), "; ".join(...), words.items()
+        if not functions and _name(call.func) not in RECORDS:  # next(...), "; ".join(...), words.items()
             yield from call.args
             yield from [call.func.value] if isinstance(call.func, ast.Attribute) else []
 

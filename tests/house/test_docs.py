@@ -380,6 +380,15 @@ def test_every_error_has_an_entry(monkeypatch):
         assert any(fnmatch(path, glob) for path in files), f"no error is of {glob}"
 
 
+def test_words_about_a_key_of_the_section_are_no_errors():
+    pytest.importorskip("deepspeed")
+    from burst_mcore.deepspeed.config.section import KEYS
+
+    entries = (ROOT / "docs" / "reference" / "messages.md").read_text().splitlines()
+    for _, legal, meaning in KEYS.values():
+        assert not {f"* `{legal}`", f"* `{meaning}`"} & {*entries}
+
+
 def test_texts_of_errors_are_found(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import messages
