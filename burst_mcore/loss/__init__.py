@@ -8,6 +8,7 @@ rows         statistics and gradients of rows of logits; rows_triton: the same a
 terms        from statistics of a token's logits to its loss
 vocabulary   the vocabulary dealt over a tensor-parallel group
 checksums    how ranks that share a loss compare their tensors
+whole        the loss of a whole sequence of any model, and the gradient of each rank's part
 causal_lm    causal LMs of transformers, patched; deferred: logits that wait until the loss is asked for
 """
 

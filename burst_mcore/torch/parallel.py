@@ -16,6 +16,7 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions
+from burst_mcore.loss.whole import WholeTokens, whole_mean
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts import Folded
 from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
@@ -23,7 +24,6 @@ from burst_mcore.torch.statistics import TokenStats, divisors_of, returning_stat
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
-from burst_mcore.transformers.models.loss import WholeTokens, whole_mean
 from burst_mcore.transformers.models.served import is_of_transformers
 from burst_mcore.transformers.prepare import SEQUENCE, fingerprint, prepare_model
 

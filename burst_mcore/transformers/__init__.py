@@ -3,7 +3,7 @@
     errors      RefusedError: everything that is refused has a name
     agreement   errors of one rank as errors of all
     data        batches of whole sequences, dealt to the ranks
-    models      which models are served, their attention, positions, loss and recompute over shards
+    models      which models are served, their attention, positions and recompute over shards
     prepare     a model made ready, in place
 
 The adapters of DeepSpeed (burst_mcore.deepspeed) and of plain PyTorch (burst_mcore.torch) stand on this.

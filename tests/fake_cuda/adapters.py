@@ -91,7 +91,7 @@ def adapter(size: int, framework: str, *, recompute: bool = False) -> Counter[st
         _import_megatron()
 
     def rank(me: int) -> list[Tensor]:
-        from burst_mcore.transformers.models.loss import whole_mean
+        from burst_mcore.loss.whole import whole_mean
 
         group = dist.new_group(list(range(size)))
         attend = make(group)

@@ -21,10 +21,10 @@ from burst_mcore.deepspeed.config.refusals import (
 from burst_mcore.deepspeed.config.section import Section, config_dict, section_of
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.ranks.groups import take_means, unit_of
+from burst_mcore.loss.whole import whole_mean
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, loader_for
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
-from burst_mcore.transformers.models.loss import whole_mean
 from burst_mcore.transformers.models.sequence import SequenceParallel, attached
 from burst_mcore.transformers.prepare import prepare_model, sequence_of
 

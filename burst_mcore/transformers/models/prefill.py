@@ -12,8 +12,8 @@ from torch import Tensor
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions, shard
+from burst_mcore.loss.whole import gathered
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.loss import gathered
 
 CACHE_NAMES = ("past_key_values", "cache")
 """Argument of a forward, and field of its output, that holds a cache: "cache" from transformers 5.24 on."""

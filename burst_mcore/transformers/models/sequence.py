@@ -18,13 +18,13 @@ from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import unshard
+from burst_mcore.loss.whole import Factor, WholeLoss, WholeTokens
 from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
 from burst_mcore.transformers.data.batches import digest_of_batch, documents, prepared
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import Sequence, running
-from burst_mcore.transformers.models.loss import Factor, WholeLoss, WholeTokens
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
 from burst_mcore.transformers.models.served import FEATURES, attention_modules, switched_attention
