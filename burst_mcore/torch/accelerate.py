@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
-from burst_mcore.loss import unpatched
 from burst_mcore.torch.parallel import options_of, parallelize
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
-from burst_mcore.wrap import Replaced, around, while_set
+from burst_mcore.transformers.trainer import inputs_of_whole_sequences, with_logits
+from burst_mcore.wrap import Replaced, around
 
 _replaced = Replaced()
 
@@ -70,7 +70,8 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Trainer, "get_tp_size", _ranks_of_a_batch),
         (Trainer, "get_cp_size", lambda _: lambda self: 1),
         (Trainer, "compute_loss", _without_smoothing),
-        (Trainer, "prediction_step", _with_logits),
+        (Trainer, "_track_num_input_tokens", inputs_of_whole_sequences),
+        (Trainer, "prediction_step", with_logits),
     ]
 
 
@@ -155,29 +156,12 @@ def _ranks_of_a_batch(own: Any, self: Any) -> int:
 
 
 @around
-def _labels(own: Any, self: Any, batches: Any, device: Any) -> Any:
+def _labels(own: Any, self: Any, batch_samples: Any, device: Any) -> Any:
     """Trainer._get_num_items_in_batch: of this rank's sequences, where those of all ranks are not asked for.
 
     The Trainer divides the number by the ranks of a batch, also where it has not added theirs.
     """
-    number = own(self, batches, device)
+    number = own(self, batch_samples, device)
     if _cp_size(self.accelerator) == 1 or self.args.average_tokens_across_devices or number is None:
         return number
     return number * self.get_tp_size()
-
-
-@around
-def _with_logits(
-    own: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-) -> Any:
-    """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for.
-
-    The loss is that of one process: the labels of this rank's sequences count, also right after training.
-    """
-    if _cp_size(self.accelerator) == 1:
-        return own(self, model, inputs, prediction_loss_only, ignore_keys)
-    makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
-    loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
-    alone = while_set(self.args, average_tokens_across_devices=False)
-    with alone, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
-        return own(self, model, inputs, prediction_loss_only, ignore_keys)

@@ -5,6 +5,7 @@
     data        batches of whole sequences, dealt to the ranks
     models      which models are served, their attention, positions and recompute over shards
     prepare     a model made ready, in place
+    trainer     the Trainer's evaluation and counts of tokens
 
 The adapters of DeepSpeed (burst_mcore.deepspeed) and of plain PyTorch (burst_mcore.torch) stand on this.
 """

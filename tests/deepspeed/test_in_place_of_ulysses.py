@@ -1,6 +1,8 @@
 """Accelerate and callers of DistributedAttention, over burst: against one process."""
 
 import copy
+import importlib
+import inspect
 
 import deepspeed
 import pytest
@@ -193,6 +195,19 @@ def test_replaced_and_restored():
     assert burst.BurstSPAttentionHF.register_with_transformers("name", "sdpa", 1, 1) is None
     with pytest.raises(RefusedError, match="give the model itself"):
         burst.BurstSPAttentionHF.register_with_transformers("name", "sdpa", 2, 1)
+
+
+@pytest.mark.parametrize("adapter", ["deepspeed.accelerate.places", "torch.accelerate"])
+def test_methods_take_arguments_by_the_names_of_those_in_whose_place_they_stand(adapter):
+    pytest.importorskip("accelerate")
+    for owner, name, make in importlib.import_module(f"burst_mcore.{adapter}")._places():
+        function = inspect.getclosurevars(make).nonlocals.get("function")
+        if function is not None:  # one that calls its original
+            own = inspect.unwrap(getattr(owner, name))
+            mine = inspect.signature(function).parameters.values()
+            any_name = any(p.kind is p.VAR_KEYWORD for p in mine)
+            lacks = {*inspect.signature(own).parameters} - {p.name for p in mine}
+            assert any_name or not lacks, f"{name} takes no {lacks}"
 
 
 def test_without_accelerate_it_says_what_to_use_instead():

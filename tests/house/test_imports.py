@@ -66,7 +66,7 @@ WITHIN = {
         {"operator"},
         {"api"},
     ],
-    "transformers": [{"errors"}, {"agreement"}, {"data"}, {"models"}, {"prepare"}],
+    "transformers": [{"errors"}, {"agreement"}, {"data"}, {"models"}, {"prepare"}, {"trainer"}],
     "deepspeed": [{"config"}, {"ranks"}, {"engine"}, {"accelerate"}],
 }
 """The maps of packages that have folders, in their __init__.py too, lowest first."""

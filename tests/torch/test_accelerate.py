@@ -77,7 +77,7 @@ def _trained(folder, cp, data, *, metrics=None, resumed=False, **options):
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumed else None)
     evaluated = trainer.evaluate()
     history = trainer.state.log_history
-    found = _by_name(history, "loss", "grad_norm")
+    found = _by_name(history, "loss", "grad_norm", "num_input_tokens_seen")
     found |= {name: evaluated[name] for name in ("eval_loss", "eval_accuracy") if name in evaluated}
     return found, whole_weights(trainer.accelerator.unwrap_model(trainer.model))
 
@@ -131,8 +131,8 @@ def test_options_that_are_none(options, error):
 
 
 def test_a_trainer(tmp_path):
-    data = dataset(8, tokens=37)
-    _held(str(tmp_path), 2, {"data": data, "gradient_accumulation_steps": 2, "metrics": _accuracy})
+    options = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
+    _held(str(tmp_path), 2, {"data": dataset(8, tokens=37), "metrics": _accuracy, **options})
 
 
 @pytest.mark.slow

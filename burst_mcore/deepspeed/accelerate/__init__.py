@@ -4,7 +4,7 @@ places    the names that are replaced, and how to restore them
 model     a model that Accelerate prepares
 loader    Accelerate's loaders, as loaders of shards
 gathered  what ranks report of an evaluation, as one process would report
-trainer   the Trainer's loss and evaluation over shards
+trainer   the Trainer's loss and labels over shards
 """
 
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils.operations import gather_object, recursively_apply
-from torch import Tensor
 
-from burst_mcore.agreement import Collective
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, adapter_of
+from burst_mcore.transformers.trainer import rows_of_ranks
 from burst_mcore.wrap import around
 
 
@@ -31,7 +29,7 @@ def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_ob
         return [x for part in (parts if loader.deals else _of_leaders(parts, loader)) for x in part]
     if loader.deals:
         return self.gather(input_data)
-    return recursively_apply(lambda x: torch.cat(_of_leaders(_of_ranks(x), loader)), input_data)
+    return recursively_apply(lambda x: torch.cat(_of_leaders(rows_of_ranks(x), loader)), input_data)
 
 
 @around
@@ -40,7 +38,7 @@ def gathering_all(own: Callable[..., Any], self: Any, tensor: Any) -> Any:
     loader = adapter_of(self.gradient_state.active_dataloader)
     if loader is None or loader.last is None:
         return own(self, tensor)
-    return recursively_apply(lambda x: torch.cat(_of_ranks(x)), tensor)
+    return recursively_apply(lambda x: torch.cat(rows_of_ranks(x)), tensor)
 
 
 def _is_of_tensors(x: Any) -> bool:
@@ -55,12 +53,3 @@ def _is_of_tensors(x: Any) -> bool:
 def _of_leaders(parts: list[Any], loader: BurstSPDataLoaderAdapter) -> list[Any]:
     """Return the dataset's rows of what the first rank of each group has."""
     return [part[: loader.of_the_dataset(i, len(part))] for i, part in enumerate(parts[:: loader.size])]
-
-
-def _of_ranks(x: Tensor) -> list[Tensor]:
-    """Return the rows of every rank, of which those of a group have equally many."""
-    x = x.clone()[None] if x.dim() == 0 else x.contiguous()
-    rows = [count for (count,) in Collective(dist.group.WORLD).integers([len(x)])]  # type: ignore[arg-type]
-    parts = [x.new_empty((max(rows), *x.shape[1:])) for _ in rows]
-    dist.all_gather(parts, torch.cat([x, x.new_zeros((max(rows) - len(x), *x.shape[1:]))]))
-    return [part[:count] for part, count in zip(parts, rows, strict=True)]

@@ -30,8 +30,8 @@ from burst_mcore.wrap import around, while_set
 class ShardedBatch(dict[str, Any]):
     """A rank's part of a batch, which says why a training batch has no labels."""
 
-    tokens = 0
-    """Tokens of the whole batch, without the padding for the layout."""
+    whole: Mapping[str, Any] = {}
+    """input_ids and attention_mask of the whole batch, without the padding for the layout."""
 
     def __missing__(self, name: str) -> Any:
         if name != "labels":
@@ -188,19 +188,19 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             real = batch.get("attention_mask")
             real = torch.ones_like(ids) if real is None else real
             whole["attention_mask"] = pad(real.cpu(), (0, whole["input_ids"].shape[1] - ids.shape[1]))
-        return {**whole, _TOKENS: ids.numel()}
+        return {**whole, _WHOLE: {name: here[name] for name in _COUNTED if name in here}}
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
-        self.deals = _TOKENS in whole
+        self.deals = _WHOLE in whole
         if not self.deals:
             return self._on_device(whole)
         part = ShardedBatch(super()._part(whole))
-        part.tokens = part.pop(_TOKENS)
+        part.whole = part.pop(_WHOLE)
         return part
 
     def _plan(self, batch: Mapping[str, Any]) -> None:
         """Have attention plan for a batch, and for the one after it, if Accelerate has read a packed one."""
-        if _TOKENS in batch:
+        if _WHOLE in batch:
             super()._plan(batch)
         newest, ended = self._newest, getattr(self.dl, "end_of_dataloader", False)
         if isinstance(newest, Mapping) and not ended and {*CUMULATED, "position_ids"} & {*newest}:
@@ -238,8 +238,10 @@ _BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": Tru
 
 Without a size a short batch stays as it is. A batch that the user drops is not in the dealer's own sampler.
 """
-_TOKENS = "burst_mcore_tokens"
-"""The key of a batch that will be dealt, for its number of tokens before padding."""
+_WHOLE = "burst_mcore_whole"
+"""The key of a batch that will be dealt, for `ShardedBatch.whole`."""
+_COUNTED = ("input_ids", "attention_mask")
+"""Columns by which the Trainer counts tokens."""
 _ADAPTER = "burst_mcore_adapter"
 """The attribute of a loader of Accelerate's that has the adapter which goes over it."""
 _sequences: WeakValueDictionary[int, SequenceParallel] = WeakValueDictionary()

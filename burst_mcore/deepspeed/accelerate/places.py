@@ -41,6 +41,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
     import burst_mcore.deepspeed.accelerate.gathered as gathered
     import burst_mcore.deepspeed.accelerate.trainer as ours
+    import burst_mcore.transformers.trainer as shared
 
     skippers = accelerate, data_loader, accelerator, trainer
     return [
@@ -55,7 +56,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (trainer.Trainer, "get_tp_size", ours.ranks_of_a_batch),
         (trainer.Trainer, "get_batch_samples", ours.batches_of_training),
         (trainer.Trainer, "_get_num_items_in_batch", ours.labels_of_whole_sequences),
-        (trainer.Trainer, "_track_num_input_tokens", ours.inputs_of_whole_sequences),
+        (trainer.Trainer, "_track_num_input_tokens", shared.inputs_of_whole_sequences),
         (trainer.Trainer, "compute_loss", ours.loss_of_whole_sequences),
-        (trainer.Trainer, "prediction_step", ours.with_logits),
+        (trainer.Trainer, "prediction_step", shared.with_logits),
     ]

@@ -1,4 +1,4 @@
-"""What transformers' Trainer does over sharded sequences, as it does it without: its loss, its evaluation.
+"""What transformers' Trainer does over sharded sequences, as it does it without: its loss, its labels.
 
 Each function here takes a method of the Trainer and returns the one that stands in its place. Without
 sequence parallelism the method itself is called.
@@ -7,18 +7,14 @@ sequence parallelism the method itself is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from burst_mcore.deepspeed.accelerate.loader import ShardedBatch, group_of
-from burst_mcore.loss import unpatched
+from burst_mcore.deepspeed.accelerate.loader import group_of
 from burst_mcore.rollouts.columns import IGNORED
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.prepare import sequence_of
-from burst_mcore.wrap import around, while_set
+from burst_mcore.wrap import around
 
 AnyMethod = Callable[..., Any]
 SERVED = {
@@ -47,39 +43,28 @@ def ranks_of_a_batch(own: AnyMethod, self: Any) -> int:
 
 
 @around
-def batches_of_training(own: AnyMethod, self: Any, *args: Any) -> Any:
+def batches_of_training(own: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.get_batch_samples: the model trains, although an evaluation came before its first batch."""
     if _size(self) > 1:
         self.model.train()
-    return own(self, *args)
+    return own(self, *args, **kwargs)
 
 
 @around
-def labels_of_whole_sequences(count: AnyMethod, self: Any, batches: Sequence[Any], device: Any) -> Any:
+def labels_of_whole_sequences(count: AnyMethod, self: Any, batch_samples: Sequence[Any], device: Any) -> Any:
     """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
 
     Over the accumulated micro-batches, and in training over all groups where the Trainer averages over
     devices. The loss of an evaluation is that of one process, however many groups there are.
     """
     if not self.model.training or _size(self) == 1:
-        number = count(self, batches, device)
+        number = count(self, batch_samples, device)
         return number if _size(self) == 1 or number is None else number * self.get_tp_size()
-    if not batches or "shift_labels" not in batches[0]:
+    if not batch_samples or "shift_labels" not in batch_samples[0]:
         return None
-    number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batches)
+    number = sum((batch["shift_labels"] != IGNORED).sum() for batch in batch_samples)
     dist.all_reduce(number, group=None if self.args.average_tokens_across_devices else _group(self))
     return number.to(device)
-
-
-@around
-def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
-    """Trainer._track_num_input_tokens: the tokens of sequences, without the padding for the layout."""
-    before, of_shards = self.state.num_input_tokens_seen, isinstance(inputs, ShardedBatch)
-    if of_shards and self.args.include_num_input_tokens_seen == "all":
-        inputs, of_shards = {"input_ids": torch.empty(inputs.tokens)}, False
-    track(self, inputs)
-    seen = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + (seen if of_shards else seen // _size(self))
 
 
 @around
@@ -112,20 +97,6 @@ def loss_of_whole_sequences(
         # The mean of gradients divides by the number of sequence groups.
         loss = loss * (self.accelerator.num_processes // _size(self))
     return (loss, outputs) if return_outputs else loss
-
-
-@around
-def with_logits(
-    own: AnyMethod, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-) -> Any:
-    """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for."""
-    if _size(self) == 1:
-        return own(self, model, inputs, prediction_loss_only, ignore_keys)
-    makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
-    loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
-    alone = while_set(self.args, average_tokens_across_devices=False)
-    with alone, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
-        return own(self, model, inputs, prediction_loss_only, ignore_keys)
 
 
 def _refuse_other_trainers(kind: type) -> None:

@@ -217,8 +217,8 @@ OTHERS = {
         "lr_scheduler_type": "linear",
     },
     "LoRA, gradient checkpointing": {
-        "data": ROWS, "model": with_lora, "include_num_input_tokens_seen": "all",
-        "gradient_checkpointing": True,
+        "data": ROWS, "model": with_lora, "include_num_input_tokens_seen": "non_padding",
+        "per_device_train_batch_size": 2, "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
     },
     "loss of logits": {
@@ -226,7 +226,10 @@ OTHERS = {
     },
     "loss of logits, ZeRO-3": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "stage": 3},
     "a penalty": {"data": UNEQUAL, "own": [("compute_loss", penalised)]},
-    "flattened rows": {"data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2},
+    "flattened rows": {
+        "data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2,
+        "include_num_input_tokens_seen": "all",
+    },
     "equal labels": {"data": [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in UNEQUAL]},
 }  # fmt: skip
 
