@@ -18,6 +18,8 @@ from burst_mcore import Mask, shard, unshard
 from burst_mcore.transformers.data.batches import collated
 from burst_mcore.transformers.errors import RefusedError
 
+skip_first_batches = pytest.importorskip("accelerate").skip_first_batches
+"""As a script has it that imports it before burst takes its place."""
 GAS, BATCHES = 3, 8
 """Micro-batches a step, and in all; the last step has fewer."""
 
@@ -95,6 +97,7 @@ def _accelerate(rank, size, sp, stages):
                 optimizer.step()
                 optimizer.zero_grad()
         kept.close()
+        last = batch["input_ids"]
         model.eval()
         seen, labels, names = [], [], []
         with torch.no_grad():
@@ -116,10 +119,24 @@ def _accelerate(rank, size, sp, stages):
         mine = torch.utils.data.DataLoader(data[rank : rank + 1], collate_fn=collated)
         by_turns = burst.BurstSPDataLoaderAdapter(mine, rank % sp, loader.group, sp, "cpu")
         with torch.no_grad():  # what no Accelerator prepared: each rank's own, one after the other
-            turns = [model(**batch).loss.item() for batch in by_turns]
+            turns = [model(**next(by_turns)).loss.item() for _ in range(sp)]
+            with pytest.raises(StopIteration):
+                next(by_turns)
+            turns.append(model(**next(by_turns)).loss.item())
+            model.eval()
+            ended = model(**next(iter(evaluated))).loss.item()  # of an iteration that nobody holds
+        model.train()
+        (rest,) = skip_first_batches(loader, BATCHES - 1)
+        assert rest["input_ids"].equal(last)
+        unlike = inspect.unwrap(skip_first_batches)(loader, 1)  # one that burst could not know
+        with pytest.raises(RefusedError, match=r"\(position_ids\): a forward over sharded sequences needs"):
+            accelerator.unwrap_model(model)(**next(iter(unlike)))
+        by_rank = torch.Generator().manual_seed(rank)
+        shuffled = torch.utils.data.DataLoader(data, 1, True, generator=by_rank, collate_fn=collated)
+        assert len([*accelerator.prepare(shuffled)]) == BATCHES, "ranks that share sequences have one order"
         get = deepspeed.utils.safe_get_full_fp32_param
         parameters = {n: get(p) for n, p in accelerator.unwrap_model(model).named_parameters()}
-        found[stage] = losses, norms, parameters, seen, alone, turns
+        found[stage] = losses, norms, parameters, seen, alone, turns, ended
         model.destroy()
         forget()
     return found, _truth(data, size // sp)
@@ -131,13 +148,15 @@ def test_accelerate(sp):
     pytest.importorskip("accelerate")
     for rank, (found, truth) in enumerate(processes(4, _accelerate, sp, [1, 3])):
         want_losses, want_norms, want_parameters, evaluated = truth
-        for losses, norms, parameters, seen, alone, turns in found.values():
+        for losses, norms, parameters, seen, alone, turns, ended in found.values():
             assert losses == pytest.approx([row[rank // sp] for row in want_losses], rel=1e-5)
             assert norms == pytest.approx(want_norms, rel=1e-5)
             assert worst(parameters, want_parameters) < 1e-5
             assert seen == pytest.approx(evaluated, rel=1e-5)
             assert alone == pytest.approx(evaluated[rank], rel=1e-5)
-            assert turns == pytest.approx(evaluated[rank // sp * sp :][:sp], rel=1e-5)
+            first = rank // sp * sp  # behind the end the iteration begins again
+            assert turns == pytest.approx([*evaluated[first:][:sp], evaluated[first]], rel=1e-5)
+            assert ended == pytest.approx(evaluated[rank // sp], rel=1e-5)
 
 
 class Local(torch.nn.Module):

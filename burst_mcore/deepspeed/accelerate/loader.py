@@ -90,6 +90,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if self._dispatched:
             dl.state = SimpleNamespace(num_processes=1, process_index=dist.get_rank(), device=dl.state.device)
             dl.slice_fn = lambda batch, *_, **__: batch
+        self._shared: Iterator[dict[str, Any]] | None = None
+        """The iteration of `__next__`, which Ulysses' adapter has, too."""
         self._newest: Any = None
         """The batch that Accelerate read last, one ahead of the batch that it hands out."""
         if (inner := getattr(dl, "base_dataloader", None)) is not None:
@@ -104,6 +106,15 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def __len__(self) -> int:
         dropped = self._dispatched and self.dl._drop_last and not self.evaluates
         return (super().__len__() + (0 if dropped else self.loads - 1)) // self.loads
+
+    def __next__(self) -> dict[str, Any]:
+        """Return the next batch of one iteration that all calls share; behind its end another one begins."""
+        self._shared = self._shared or iter(self)
+        try:
+            return next(self._shared)
+        except StopIteration:
+            self._shared = None
+            raise
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sequence = _sequences.get(id(self.group))
@@ -284,6 +295,10 @@ def dealing_to_groups(own: Callable[..., Any], dataloader: Any, device: Any = No
     loader = own(dataloader, device, **options)
     if groups == 1 and not hasattr(loader, "slice_fn"):  # for one process Accelerate leaves the order to it
         loader.rng_types = [*(loader.rng_types or ()), "torch"]
+        generator = getattr(loader.get_sampler(), "generator", None)
+        if isinstance(generator, torch.Generator):  # a script may have seeded it by rank
+            loader.synchronized_generator = generator
+            loader.rng_types.append("generator")
     return BurstSPDataLoaderAdapter(loader, group.rank(), group, group.size(), device, own=False)
 
 

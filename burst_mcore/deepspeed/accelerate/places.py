@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,10 @@ _replaced = Replaced()
 
 
 def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Return (where, which name, its own value -> ours)."""
-    import accelerate
+    """Return (where, which name, its own value -> ours).
+
+    `skip_first_batches` is replaced in every module that has imported it by its name, the script's too.
+    """
     from accelerate import accelerator, data_loader
     from deepspeed.runtime.sequence_parallel import ulysses_sp
     from transformers import trainer
@@ -43,12 +46,13 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     import burst_mcore.deepspeed.accelerate.trainer as ours
     import burst_mcore.transformers.trainer as shared
 
-    skippers = accelerate, data_loader, accelerator, trainer
+    name, own = "skip_first_batches", data_loader.skip_first_batches
+    skippers = [m for m in [*sys.modules.values()] if getattr(m, "__dict__", {}).get(name) is own]
     return [
         (ulysses_sp, "UlyssesSPAttentionHF", lambda _: BurstSPAttentionHF),
         (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
         *((module, "prepare_data_loader", dealing_to_groups) for module in (data_loader, accelerator)),
-        *((module, "skip_first_batches", skipping) for module in skippers),
+        *((module, name, skipping) for module in skippers),
         (accelerator.Accelerator, "gather", gathered.gathering_all),
         (accelerator.Accelerator, "gather_for_metrics", gathered.gathering),
         (trainer.Trainer, "__init__", ours.counting_tokens),

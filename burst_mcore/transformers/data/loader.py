@@ -159,7 +159,10 @@ class ShardedLoader:
             return every
         if len(set(states)) > 1:
             if self.from_caller:
-                raise RefusedError("batch", "ranks of a sequence group were given different whole batches")
+                raise RefusedError(
+                    "batch",
+                    "ranks of a sequence group were given different whole batches: seed their loaders alike",
+                )
             raise RefusedError(
                 "loader",
                 "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
