@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst_mcore.checkpointing import Policy
@@ -19,7 +21,7 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.torch.parallel import options_of, parallelize
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
-from burst_mcore.transformers.trainer import inputs_of_whole_sequences, with_logits
+from burst_mcore.transformers.trainer import inputs_of_whole_sequences, rows_of_ranks, with_logits
 from burst_mcore.wrap import Replaced, around
 
 _replaced = Replaced()
@@ -71,6 +73,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (Trainer, "get_cp_size", lambda _: lambda self: 1),
         (Trainer, "compute_loss", _without_smoothing),
         (Trainer, "_track_num_input_tokens", inputs_of_whole_sequences),
+        (Trainer, "_prepare_inputs", _without_repeated_rows),
         (Trainer, "prediction_step", with_logits),
     ]
 
@@ -124,8 +127,7 @@ def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: b
     alike, state = size * int(self.parallelism_config.tp_size), self.gradient_state
 
     def leaders(each: Tensor) -> Tensor:
-        rows = 1 if each.dim() == 0 else len(each)
-        first: Tensor = self.gather(each).unflatten(0, (-1, alike, rows))[:, 0].flatten(0, 1)
+        first = torch.cat(rows_of_ranks(each)[::alike])
         return first[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else first
 
     try:
@@ -165,3 +167,24 @@ def _labels(own: Any, self: Any, batch_samples: Any, device: Any) -> Any:
     if _cp_size(self.accelerator) == 1 or self.args.average_tokens_across_devices or number is None:
         return number
     return number * self.get_tp_size()
+
+
+@around
+def _without_repeated_rows(own: Any, self: Any, inputs: Any) -> Any:
+    """Trainer._prepare_inputs: the loss of an evaluation's last batch is that of its rows of the dataset.
+
+    Accelerate fills the batches of the last load with rows that it repeats. A replica that has none else
+    reports last, and what it reports is left out. Preferences, which have no labels, stay as they are.
+    """
+    from transformers.trainer_pt_utils import find_batch_size
+
+    state, rows = self.accelerator.gradient_state, find_batch_size(inputs)
+    evaluates = not self.model.training and "labels" in inputs and _cp_size(self.accelerator) > 1
+    if evaluates and rows and state.end_of_dataloader and state.remainder > 0:
+        left = state.remainder - dist.get_rank() // self.get_tp_size() * rows
+        if 0 < left < rows:
+            inputs = {
+                name: x[:left] if isinstance(x, Tensor) and x.dim() and len(x) == rows else x
+                for name, x in inputs.items()
+            }
+    return own(self, inputs)

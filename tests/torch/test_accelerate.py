@@ -17,6 +17,8 @@ from burst_mcore.transformers.data.batches import collated
 pytest.importorskip("accelerate")
 
 CP = 2
+ENDS = [(5, 2), (7, 2), (1, 2), (6, 2), (5, 4), (3, 4)]
+"""(rows, rows of a batch) of evaluations: replicas have another number of the last rows, or none."""
 
 
 def _forget():
@@ -66,7 +68,8 @@ def _by_name(history, *names):
     return {name: [entry[name] for entry in history if name in entry] for name in names}
 
 
-def _trained(folder, cp, data, *, metrics=None, resumed=False, **options):
+def _trained(folder, cp, data, *, metrics=None, resumed=False, ends=(), **options):
+    """(figures by name, weights); ends: (rows, rows of a batch) of further evaluations."""
     from transformers import Trainer
 
     folder = f"{folder}/{cp}"
@@ -79,6 +82,10 @@ def _trained(folder, cp, data, *, metrics=None, resumed=False, **options):
     history = trainer.state.log_history
     found = _by_name(history, "loss", "grad_norm", "num_input_tokens_seen")
     found |= {name: evaluated[name] for name in ("eval_loss", "eval_accuracy") if name in evaluated}
+    for rows, batch in ends:
+        trainer.args.per_device_eval_batch_size = batch
+        evaluated = trainer.evaluate(data[:rows])
+        found[f"{rows} by {batch}"] = evaluated["eval_loss"], evaluated["eval_accuracy"]
     return found, whole_weights(trainer.accelerator.unwrap_model(trainer.model))
 
 
@@ -147,7 +154,10 @@ def test_more_of_a_trainer(tmp_path):
     )
     shorter = [{name: x[: 37 - 2 * i] for name, x in sample.items()} for i, sample in enumerate(data)]
     _held(
-        str(tmp_path), 4, {"data": data}, {"data": shorter, "eval_strategy": "steps", "eval_steps": 1}
+        str(tmp_path),
+        4,
+        {"data": data},
+        {"data": shorter, "eval_strategy": "steps", "eval_steps": 1, "metrics": _accuracy, "ends": ENDS},
     )  # replicas have other numbers of labels, and each step but the first comes after an evaluation
 
 
