@@ -463,35 +463,52 @@ def test_streamed_datasets(size, call, tmp_path):
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-ENDS = [(9, 1, False), (9, 1, True), (9, 2, False), (1, 1, False), (11, 2, True)]
+class Counted(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self):
+        return len(self.rows)
+
+
+ENDS = [(9, 1, False), (9, 1, True), (9, 2, False), (1, 1, False), (11, 2, True), (10, 2, True)]
 """(rows of a stream, rows of a batch, drop_last): not all groups have a batch of the last load."""
+OF_LENGTHS = [(5, 1, False), (5, 1, True)]
+"""The same, of batches that have one more token each; one process a group, Accelerate fails to cut them."""
 
 
-def _streamed(rank, size, ends):
-    """Rows that a rank's prepared loader gives in two epochs of training, of each stream."""
+def _streamed(rank, size, ends, longer=0):
+    """Of a rank's prepared loader of each stream: rows of two training epochs, of a resumed one, lengths."""
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
 
     quiet()
-    grouped, epochs = size == 4, []
+    grouped, found = size == 4, []
     if grouped:
         burst.replace_ulysses()
     for count, batch, drop in ends:
         PartialState(cpu=True)
-        rows = [{"input_ids": torch.arange(3, 15), "row": torch.tensor([i])} for i in range(count)]
+        rows = [
+            {"input_ids": torch.arange(3, 15 + longer * i), "row": torch.tensor([i])} for i in range(count)
+        ]
         options = {"cpu": True}
         if grouped:
             config = {**sections(), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
             plugin = DeepSpeedPlugin(hf_ds_config=config)
             options = {"deepspeed_plugin": plugin, "parallelism_config": parallelism(2)}
-        loader = Accelerator(**options).prepare_data_loader(
-            torch.utils.data.DataLoader(
-                Stream(rows), batch_size=batch, drop_last=drop, collate_fn=torch.utils.data.default_collate
+        accelerator = Accelerator(**options)
+        collate = torch.utils.data.default_collate
+        loader, counted = (
+            accelerator.prepare_data_loader(
+                torch.utils.data.DataLoader(kind(rows), batch_size=batch, drop_last=drop, collate_fn=collate)
             )
+            for kind in (Stream, Counted)
         )
-        epochs.append([[b["row"].flatten().tolist() for b in loader] for _ in range(2)])
+        epochs = [[b["row"].flatten().tolist() for b in each] for each in (loader, loader, counted)]
+        rest = [b["row"].flatten().tolist() for b in accelerator.skip_first_batches(loader, 1)]
+        assert len(counted) == len(epochs[2])
+        found.append((epochs, rest))
         forget()
-    return epochs
+    return found
 
 
 @pytest.mark.slow
@@ -500,6 +517,15 @@ def test_the_end_of_a_stream_is_dealt_as_to_one_process_a_group():
     for rank, found in enumerate(processes(4, _streamed, ENDS)):
         for end, ours, theirs in zip(ENDS, found, want[rank // 2], strict=True):
             assert ours == theirs, end
+
+
+@pytest.mark.slow
+def test_the_end_of_a_stream_of_several_lengths():
+    whole = [[[0], [2]], [[1], [3]]]
+    for rank, found in enumerate(processes(4, _streamed, OF_LENGTHS, 1)):
+        dropped = whole[rank // 2]
+        filled = [*dropped, [4] if rank < 2 else [0]]  # the second group has the first batch again
+        assert found == [([rows] * 3, rows[1:]) for rows in (filled, dropped)]
 
 
 RESUMED = {"data": dataset(20), "save_strategy": "steps", "save_only_model": False}
