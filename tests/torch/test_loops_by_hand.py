@@ -86,6 +86,26 @@ def test_dims_in_any_order(mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp_replicate": 2, "dp_shard": 1, "cp": 2}, {"dp_replicate": 2, "cp": 2}])
+def test_replicas_of_shards(mesh):
+    """HSDP; labels are as uneven as everywhere here, lengths are primes."""
+    _held(
+        4,
+        *(
+            Case(mesh, **options)
+            for options in (
+                {"packed": True, "accumulated": 2},
+                {"casts": True, "options": {"checkpointing": "segment", "config": {"layout": "striped"}}},
+                {"compiled": True},
+                {"lora": True, "accumulated": 2},
+                {"lora": True, "packed": True, "options": {"checkpointing": "full"}},
+                {"options": {"checkpointing": "attention", "loss": "model"}},
+            )
+        ),
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"dp": 1, "cp": 2, "tp": 2}])
 def test_tensor_parallelism_within(mesh):
     _held(
