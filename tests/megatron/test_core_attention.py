@@ -4,6 +4,7 @@ from argparse import ArgumentParser
 from types import SimpleNamespace
 
 import pytest
+import recipes
 import torch
 from models import MLA, VERSION, VOCAB, Case, N, build, needs_019, transformer_config
 from ranks import processes
@@ -432,6 +433,22 @@ def _spec_that_is_called():
     attention = burst_layer_spec(None, config, None).submodules.self_attention.submodules
     assert attention.core_attention.module is BurstCoreAttention
     assert attention.q_layernorm.__name__ != "IdentityOp"  # by this config, not by Megatron's arguments
+
+
+def _spec_of_the_recipe():
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from burst_mcore.megatron.core_attention import BurstCoreAttention
+
+    asked, stock = [], gpt_layer_specs.get_gpt_layer_local_spec()
+    recipes.stand_in("slime_plugins.models.glm4", get_glm_spec=lambda *args: asked.append(args) or stock)
+    spec = recipes.run("def burst_glm_spec")["burst_glm_spec"]("args", "config", None)
+    assert asked == [("args", "config", None)]
+    assert spec.submodules.self_attention.submodules.core_attention.module is BurstCoreAttention
+
+
+def test_the_recipe_wraps_the_spec_of_a_stack():
+    in_megatron(_spec_of_the_recipe)
 
 
 def test_the_spec_can_be_called_as_a_function_that_makes_specs():

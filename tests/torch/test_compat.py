@@ -1,8 +1,7 @@
 """The stand-in for ring-flash-attention, and a recipe's function, under the lines of stacks."""
 
-from pathlib import Path
-
 import pytest
+import recipes
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -17,7 +16,6 @@ from burst_mcore.compat.ring_flash_attn import (
 
 LENGTHS = [11, 5, 13]
 SIZE = 2
-RECIPES = Path(__file__).parents[2] / "docs/frameworks/recipes.md"
 
 
 def _packed():
@@ -83,14 +81,17 @@ def _as_axolotl_calls(rank, size, kind):
     return found
 
 
+def _counted(calls):
+    """The page's function, which counts its calls."""
+    recipe = recipes.run("def flash_attention_forward")["flash_attention_forward"]
+    return lambda *args, **kwargs: calls.append(1) or recipe(*args, **kwargs)
+
+
 def _by_the_recipe(rank, size, kind):
     """As the page has it: the function is set where transformers reads its name."""
-    from transformers.integrations import flash_attention
-
-    recipe, calls = _recipe(), []
-    flash_attention._flash_attention_forward = lambda *args, **kwargs: (
-        calls.append(1) or recipe(*args, **kwargs)
-    )
+    calls = []
+    recipe = _counted(calls)
+    recipes.run("flash_attention._flash_attention_forward = ", flash_attention_forward=recipe)
     _, _, *found = _of_a_part(rank, size, kind)
     assert len(calls) == 2  # layers
     q = torch.ones(1, 4, 2, 8)
@@ -106,15 +107,23 @@ def _by_the_recipe(rank, size, kind):
     return found
 
 
-def _recipe():
-    """The function of the page."""
-    (block,) = (
-        each for each in RECIPES.read_text().split("```python") if "def flash_attention_forward" in each
-    )
-    lines, _, _ = block.partition("# What a stack does")
-    names = {}
-    exec(lines.partition("\n")[2].replace('dist.init_process_group("gloo")', ""), names)
-    return names["flash_attention_forward"]
+def _as_verl_calls(rank, size, kind):
+    """Its workers put the function of its own module in transformers' place, and the recipe has set that."""
+    from transformers.integrations import flash_attention
+
+    calls = []
+    module = recipes.stand_in("verl.models.transformers.monkey_patch", _ulysses_flash_attention_forward=None)
+    recipes.run("import monkey_patch", flash_attention_forward=_counted(calls))
+    flash_attention._flash_attention_forward = module._ulysses_flash_attention_forward
+    _, _, *found = _of_a_part(rank, size, kind)
+    assert len(calls) == 2
+    return found
+
+
+def test_names_of_the_page_are_those_that_stacks_import():
+    names = recipes.run("substitute_hf_flash_attn")
+    assert names["substitute_hf_flash_attn"] is substitute_hf_flash_attn
+    assert names["update_ring_flash_attn_params"] is update_ring_flash_attn_params
 
 
 GEMMA = {"kind": "Gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
@@ -126,6 +135,7 @@ SINKS = {"kind": "GptOss", "sliding_window": 4}
     [
         (_as_a_stack_calls, {"kind": "Qwen3"}),
         (_as_axolotl_calls, {"kind": "Llama"}),
+        (_as_verl_calls, {"kind": "Qwen3"}),
         (_by_the_recipe, GEMMA),
         (_by_the_recipe, SINKS),
         *(

@@ -1,0 +1,166 @@
+"""Recipes of stacks whose attention takes one packed row, held to dense attention and to one process."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import recipes
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from causal_lms import VOCABULARY, model_of, worst
+from ranks import processes
+from torch.distributed.device_mesh import init_device_mesh
+
+from burst_mcore import shard
+
+ENDS = torch.tensor([0, 10, 24])
+SCALE = 0.3
+RUN = {
+    "substitute_hf_flash_attn": "test_compat",
+    "def flash_attention_forward": "test_compat",
+    "import monkey_patch": "test_compat",
+    "flash_attention._flash_attention_forward = ": "test_compat",
+    "def packed_attention": "test_recipes",
+    "class BurstVarlenInnerAttention": "test_recipes",
+    "class BurstVarlenAttention": "test_recipes",
+    "import magi": "test_recipes",
+    "def burst_glm_spec": "test_core_attention",
+}
+"""Words of a block, and the file of tests that runs it."""
+FLAGS = "--context-parallel-size 8 --spec"
+"""The block that is no Python: arguments of slime's train.py, which needs Ray."""
+
+
+def test_every_block_is_run():
+    for block in recipes.FENCED:
+        assert sum(words in block for words in (*RUN, FLAGS)) == 1, block
+
+
+def _attends(rank, size, attend):
+    """Hold attend(q, k, v) of zigzag shards to dense attention in documents, gradients too."""
+    torch.manual_seed(0)
+    whole = [torch.randn(24, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)]
+    places = {"rank": rank, "size": size, "layout": "zigzag"}
+    mine = [shard(x.detach(), 0, **places).requires_grad_() for x in whole]
+    q, k, v = (x.transpose(0, 1) for x in whole)
+    document = torch.bucketize(torch.arange(24), ENDS, right=True)
+    allowed = (document[:, None] == document) & torch.ones(24, 24, dtype=torch.bool).tril()
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True, scale=SCALE)
+    want = want.transpose(0, 1)
+    upstream = torch.randn_like(want)
+    want.backward(upstream)
+    out = attend(*mine)
+    torch.testing.assert_close(out, shard(want, 0, **places), rtol=1e-12, atol=1e-12)
+    out.backward(shard(upstream, 0, **places))
+    for x, theirs in zip(mine, whole, strict=True):
+        torch.testing.assert_close(x.grad, shard(theirs.grad, 0, **places), rtol=1e-12, atol=1e-12)
+
+
+class _Config:
+    """Stands for a class of torchtitan's with a configuration."""
+
+    class Config:
+        __slots__ = ()
+
+
+class _Ulysses(_Config):
+    class Config(_Config.Config):
+        __slots__ = ()
+
+
+def _torchtitan(rank, size):
+    from dataclasses import dataclass
+
+    packed = recipes.run("def packed_attention")["packed_attention"]
+    applied, group = [], dist.group.WORLD
+    config = SimpleNamespace(parallelism=SimpleNamespace())
+    recipes.run(
+        "class BurstVarlenInnerAttention",
+        packed_attention=packed, config=config, dataclass=dataclass, UlyssesAttention=_Ulysses,
+        VarlenInnerAttention=_Config, MeshAxisName=SimpleNamespace(CP="cp"),
+        spmd_mesh_group={"cp": group}.get, ContextParallelTransform=SimpleNamespace,
+        apply_transforms=lambda of, transforms: applied.append((of, transforms)),
+    )  # fmt: skip
+    ((of, (transform,)),) = applied
+    assert of is config and config.parallelism.context_parallel_load_balancer == "headtail"
+    ends = SimpleNamespace(cu_seq_q=ENDS)
+    inner = transform.inner_attention()
+    _attends(rank, size, lambda *qkv: inner.forward(*qkv, attention_metadata=ends, scale=SCALE))
+
+    layer = SimpleNamespace(attention=SimpleNamespace())
+    before = recipes.run(
+        "class BurstVarlenAttention",
+        packed_attention=packed, layer=layer, dataclass=dataclass, VarlenAttention=_Config,
+        mesh=init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)),
+    )["BurstVarlenAttention"]  # fmt: skip
+    assert type(layer.attention.inner_attention) is before.Config
+    _attends(rank, size, lambda *qkv: before().forward(*qkv, attention_masks=ends, scale=SCALE))
+
+
+def test_classes_of_torchtitan():
+    processes(2, _torchtitan)
+
+
+def _magi(group):
+    """Automodel's module, as far as the block asks it."""
+    active = {}
+
+    def ranges(lengths):
+        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        return SimpleNamespace(q_ranges=[[a, b] for a, b in pairwise(ends)])
+
+    def hand(model, to):
+        for module in model.modules():
+            if "Attention" in type(module).__name__:
+                module.cp_group = to
+
+    return recipes.stand_in(
+        "nemo_automodel.components.distributed.context_parallel.magi",
+        AttnMaskSpec=SimpleNamespace(varlen=ranges),
+        set_active_attn_spec=lambda spec: active.update(spec=spec),
+        get_active_attn_spec=lambda: active["spec"],
+        get_active_cp_group=lambda: group,
+        _packed_cp_doc_seqlens=lambda batch, tokens: batch["cu_seqlens"].diff().tolist(),
+        _set_cp_group_on_attention=hand,
+    )
+
+
+def _automodel(rank, size):
+    group = dist.group.WORLD
+    magi = _magi(group)
+    packed = recipes.run("def packed_attention")
+    recipes.run("import magi", packed_attention=packed["packed_attention"], shard=shard)
+    assert magi.is_magi_available()
+    places = {"rank": rank, "size": size, "layout": "zigzag"}
+
+    ids = torch.randint(3, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(4))
+    row, _ = magi.magi_prepare_packed_cp(None, {"input_ids": ids, "labels": ids, "cu_seqlens": ENDS}, group)
+    assert row["qkv_format"] == "thd" and row["input_ids"].equal(shard(ids[0], 0, **places))
+    own = magi.make_magi_attn_func(SCALE)
+    _attends(rank, size, lambda *qkv: own(*qkv, window_size=(-1, 0)))
+    with pytest.raises(ValueError, match="windows"):
+        own(*(torch.ones(12, 2, 8) for _ in "qkv"), window_size=(4, 0))
+
+    model, ids = model_of(), ids[:, :13]  # of another length than the layout's
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    alone = model_of()
+    want = alone(input_ids=ids, use_cache=False).logits
+    F.cross_entropy(want[0], labels[0], reduction="sum").backward()
+    magi.register_magi_attention()
+    model.set_attn_implementation("magi")
+    part, _ = magi.magi_prepare_batch(model, {"input_ids": ids, "labels": labels}, group)
+    places_of = {name: part[name] for name in ("input_ids", "position_ids")}
+    logits = model(**places_of, use_cache=False).logits[0]
+    real = part["position_ids"][0] < 13
+    at = part["position_ids"][0][real]
+    torch.testing.assert_close(logits[real], want[0, at], rtol=1e-5, atol=1e-5)
+    F.cross_entropy(logits, part["labels"][0], reduction="sum").backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    both = ({name: p.grad for name, p in each.named_parameters()} for each in (model, alone))
+    assert worst(*both) < 2e-6
+
+
+def test_the_module_of_automodel():
+    processes(2, _automodel)
