@@ -171,20 +171,16 @@ def _labels(own: Any, self: Any, batch_samples: Any, device: Any) -> Any:
 
 @around
 def _without_repeated_rows(own: Any, self: Any, inputs: Any) -> Any:
-    """Trainer._prepare_inputs: the loss of an evaluation's last batch is that of its rows of the dataset.
+    """Trainer._prepare_inputs: an evaluation's last batch has no rows that Accelerate repeats to fill it.
 
-    Accelerate fills the batches of the last load with rows that it repeats. A replica that has none else
-    reports last, and what it reports is left out. Preferences, which have no labels, stay as they are.
+    What a replica reports that has no others is left out, as the last. Preferences have no labels, and stay.
     """
-    from transformers.trainer_pt_utils import find_batch_size
-
-    state, rows = self.accelerator.gradient_state, find_batch_size(inputs)
+    state = self.accelerator.gradient_state
     evaluates = not self.model.training and "labels" in inputs and _cp_size(self.accelerator) > 1
-    if evaluates and rows and state.end_of_dataloader and state.remainder > 0:
+    if evaluates and state.end_of_dataloader and state.remainder > 0:
+        rows = len(inputs["labels"])
         left = state.remainder - dist.get_rank() // self.get_tp_size() * rows
         if 0 < left < rows:
-            inputs = {
-                name: x[:left] if isinstance(x, Tensor) and x.dim() and len(x) == rows else x
-                for name, x in inputs.items()
-            }
+            columns = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+            inputs = {**inputs, **{name: x[:left] for name, x in columns.items() if x.shape[:1] == (rows,)}}
     return own(self, inputs)

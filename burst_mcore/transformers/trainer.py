@@ -1,8 +1,7 @@
 """Methods of transformers' Trainer that are the same whatever trains beside it: DeepSpeed or FSDP2.
 
 Each takes a method of the Trainer and returns the one that stands in its place. Without ranks that share
-sequences the method itself is called. To the Trainer such ranks are like those of tensor parallelism: its
-`get_tp_size` counts them.
+sequences, which the Trainer's `get_tp_size` counts, the method itself is called.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from burst_mcore.loss import unpatched
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
 from burst_mcore.wrap import around, while_set
 
+AnyMethod = Callable[..., Any]
+
 
 @around
 def with_logits(
-    own: Callable[..., Any],
-    self: Any,
-    model: Any,
-    inputs: Any,
-    prediction_loss_only: bool,
-    ignore_keys: Any = None,
+    own: AnyMethod, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> Any:
     """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for.
 
@@ -44,7 +40,7 @@ def with_logits(
 
 
 @around
-def inputs_of_whole_sequences(track: Callable[..., None], self: Any, inputs: Any) -> None:
+def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
     """Trainer._track_num_input_tokens: of ranks that share sequences, the first counts the whole ones.
 
     A batch that was dealt has as `whole` what its loader gave, before the padding for the layout.

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
 BUDGET = {
-    "burst_mcore": 25770,
-    "burst_mcore.torch": 901,
+    "burst_mcore": 25815,
+    "burst_mcore.torch": 904,
     "burst_mcore.recurrent": 1720,
-    "burst_mcore.compat": 179,
+    "burst_mcore.compat": 131,
     "burst_mcore.rollouts": 420,
     "burst_plan": 6000,
     "burst_bench": 6800,

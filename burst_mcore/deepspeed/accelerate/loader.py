@@ -91,7 +91,6 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             dl.state = SimpleNamespace(num_processes=1, process_index=dist.get_rank(), device=dl.state.device)
             dl.slice_fn = lambda batch, *_, **__: batch
         self._shared: Iterator[dict[str, Any]] | None = None
-        """The iteration of `__next__`, which Ulysses' adapter has, too."""
         self._newest: Any = None
         """The batch that Accelerate read last, one ahead of the batch that it hands out."""
         if (inner := getattr(dl, "base_dataloader", None)) is not None:
@@ -108,7 +107,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return (super().__len__() + (0 if dropped else self.loads - 1)) // self.loads
 
     def __next__(self) -> dict[str, Any]:
-        """Return the next batch of one iteration that all calls share; behind its end another one begins."""
+        """Return the next batch of one iteration, of all calls as in Ulysses; another follows its end."""
         self._shared = self._shared or iter(self)
         try:
             return next(self._shared)
@@ -199,7 +198,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             real = batch.get("attention_mask")
             real = torch.ones_like(ids) if real is None else real
             whole["attention_mask"] = pad(real.cpu(), (0, whole["input_ids"].shape[1] - ids.shape[1]))
-        return {**whole, _WHOLE: {name: here[name] for name in _COUNTED if name in here}}
+        return {**whole, _WHOLE: {x: here[x] for x in ("input_ids", "attention_mask") if x in here}}
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
         self.deals = _WHOLE in whole
@@ -251,8 +250,6 @@ Without a size a short batch stays as it is. A batch that the user drops is not 
 """
 _WHOLE = "burst_mcore_whole"
 """The key of a batch that will be dealt, for `ShardedBatch.whole`."""
-_COUNTED = ("input_ids", "attention_mask")
-"""Columns by which the Trainer counts tokens."""
 _ADAPTER = "burst_mcore_adapter"
 """The attribute of a loader of Accelerate's that has the adapter which goes over it."""
 _sequences: WeakValueDictionary[int, SequenceParallel] = WeakValueDictionary()

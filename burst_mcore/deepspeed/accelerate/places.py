@@ -34,10 +34,7 @@ _replaced = Replaced()
 
 
 def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Return (where, which name, its own value -> ours).
-
-    `skip_first_batches` is replaced in every module that has imported it by its name, the script's too.
-    """
+    """Return (where, which name, its own value -> ours)."""
     from accelerate import accelerator, data_loader
     from deepspeed.runtime.sequence_parallel import ulysses_sp
     from transformers import trainer
@@ -46,7 +43,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     import burst_mcore.deepspeed.accelerate.trainer as ours
     import burst_mcore.transformers.trainer as shared
 
-    name, own = "skip_first_batches", data_loader.skip_first_batches
+    name, own = "skip_first_batches", data_loader.skip_first_batches  # a script may have imported it
     skippers = [m for m in [*sys.modules.values()] if getattr(m, "__dict__", {}).get(name) is own]
     return [
         (ulysses_sp, "UlyssesSPAttentionHF", lambda _: BurstSPAttentionHF),

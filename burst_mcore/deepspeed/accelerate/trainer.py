@@ -6,7 +6,6 @@ sequence parallelism the method itself is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from burst_mcore.deepspeed.accelerate.loader import group_of
 from burst_mcore.rollouts.columns import IGNORED
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.trainer import AnyMethod
 from burst_mcore.wrap import around
 
-AnyMethod = Callable[..., Any]
 SERVED = {
     *(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer" for kind in ("SFT", "DPO", "KTO")),
     "trl.experimental.kto.KTOTrainer",
@@ -51,7 +50,7 @@ def batches_of_training(own: AnyMethod, self: Any, *args: Any, **kwargs: Any) ->
 
 
 @around
-def labels_of_whole_sequences(count: AnyMethod, self: Any, batch_samples: Sequence[Any], device: Any) -> Any:
+def labels_of_whole_sequences(count: AnyMethod, self: Any, batch_samples: Any, device: Any) -> Any:
     """Trainer._get_num_items_in_batch: how many labels the sequences have, of which a rank has shards.
 
     Over the accumulated micro-batches, and in training over all groups where the Trainer averages over

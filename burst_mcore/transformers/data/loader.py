@@ -159,10 +159,8 @@ class ShardedLoader:
             return every
         if len(set(states)) > 1:
             if self.from_caller:
-                raise RefusedError(
-                    "batch",
-                    "ranks of a sequence group were given different whole batches: seed their loaders alike",
-                )
+                text = "ranks of a sequence group were given different whole batches: seed loaders alike"
+                raise RefusedError("batch", text)
             raise RefusedError(
                 "loader",
                 "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "

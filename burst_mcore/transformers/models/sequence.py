@@ -86,8 +86,10 @@ class SequenceParallel:
     ) -> tuple[Any, dict[str, Any]]:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         finish: Finish = _unchanged
-        dealt_later = bool(self.evaluations) or _is_of_an_evaluation(arguments)
-        deals = self.deals or (dealt_later and not self.model.training)
+        lacks = {x for x in ("labels", "shift_labels", "position_ids") if arguments.get(x) is None}
+        # An evaluation's loader gives whole batches with both kinds of labels; its iteration may have ended.
+        evaluated = lacks == {"position_ids"} or bool(self.evaluations)
+        deals = self.deals or (evaluated and not self.model.training)
         whole = self.group is not None and (deals or arguments.get("shift_labels") is None)
         # MiniMax makes its cache in its forward
         cached = cache_name(arguments) or (whole and arguments.get("use_cache") and mixers_of(self.model))
@@ -406,12 +408,6 @@ def _tokens(arguments: dict[str, Any]) -> Any:
     """Return input_ids, or the embeddings in their place."""
     ids = arguments.get("input_ids")
     return arguments.get("inputs_embeds") if ids is None else ids
-
-
-def _is_of_an_evaluation(arguments: dict[str, Any]) -> bool:
-    """Return whether a batch is a whole one of an evaluation's loader, also where its iteration has ended."""
-    labelled = arguments.get("labels") is not None and arguments.get("shift_labels") is not None
-    return labelled and arguments.get("position_ids") is None
 
 
 def _cached(arguments: dict[str, Any]) -> int:
