@@ -129,6 +129,8 @@ class _Binder:
         """Buffers of messages, which use them until they are awaited."""
         self.read = HOME
         """The bundle of the last compute, whose gradients use it until they are added."""
+        self.computed = 0
+        """The number of steps up to the last compute."""
         self.last: dict[str, int] = {}
         """By buffer: the number of steps until nothing uses what it holds."""
         self.ends: list[tuple[str, int]] = []
@@ -139,7 +141,7 @@ class _Binder:
         names: set[str | None] = {getattr(action, name, None) for name in ("buffer", "other", "into")}
         match action:
             case Compute():
-                self.read = action.buffer
+                self.read, self.computed = action.buffer, place
             case Accumulate():
                 names.add(self.read)
             case Wait():
@@ -186,7 +188,8 @@ class _Binder:
         self.rows[name] = rows
         held = before == rows if exists else False
         kept = exists and not held and not fresh
-        if fresh and not held and name in self.last:
-            self.ends.append((name, self.last.pop(name)))
+        if fresh and name in self.last and (not held or self.last[name] < self.computed):
+            self.ends.append((name, self.last.pop(name)))  # a launch in between has its memory
+            held = False
         assert before is not None or not kept  # a buffer with room for all rows never grows
         return Room(name, kind_of(name), rows, held, relative_to(rows, before) if kept and before else None)
