@@ -66,11 +66,12 @@ class RoutedPass:
     def kind(self) -> tuple[object, ...]:
         """The key of passes that have the same program, but for numbers and for messages that some lack.
 
-        Where heads are shared, rows that come part by part change the order in which parts are computed.
+        Rows that come part by part change the order in which parts are computed, where heads are shared, and
+        gradients change the order of bundles, on several nodes.
         """
-        route = self.route.of(self.pass_)
-        by_part = route.heads > 1 and PASSES[self.pass_].rows
-        return replace(route, mirrored=False), by_part, self.program
+        route, moves = self.route.of(self.pass_), PASSES[self.pass_]
+        by_part, of_nodes = route.heads > 1 and moves.rows, route.nodes > 1 and moves.gradients
+        return replace(route, mirrored=False), by_part, of_nodes, self.program
 
 
 class KernelWork:
@@ -231,7 +232,8 @@ class _Lockstep:
             staying = [plan.reading(of_queries=not routed.of_queries) for routed in self.passes]
             ring = with_columns(ring, 0, route.rings, ColumnOfAll(route.rings, staying), early=route.overlap)
         elif self.heads > 1:
-            last = torch.stack([counts.last_steps(route.nodes, route.intra) for counts in row_counts], 1)
+            steps = (x.last_steps(route.nodes, route.intra, gradients=every.gradients) for x in row_counts)
+            last = torch.stack([*steps], 1)
             none = torch.full(last.shape, UNSENT, dtype=torch.float64)
             leaving = {
                 step: (Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0),)

@@ -16,6 +16,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.reading import Reading
 from burst_mcore.attention.schedule.carried import Carried, Hops, Itinerary, elsewhere
 from burst_mcore.attention.schedule.mesh import Needs
+from burst_mcore.attention.schedule.ring import visits
 
 
 class RowCounts:
@@ -37,12 +38,13 @@ class RowCounts:
         unread = ~read.gather(0, reader[None])
         return self._turned(self._summed(unread.long(), 2)[0], -1)
 
-    def last_steps(self, nodes: int, intra: int) -> Tensor:
+    def last_steps(self, nodes: int, intra: int, *, gradients: bool) -> Tensor:
         """Return the step at which each position computes last."""
+        order = [i * intra + j for i, places in visits(nodes, intra, gradients=gradients) for j in places]
         here = torch.arange(nodes * intra)
         m, l = here // intra, here % intra  # noqa: E741
-        step = (m - m[:, None]) % nodes * intra + (l - l[:, None]) % intra  # [owner, reader]: when they meet
-        return (self._turned(self._reading.meets, 0, 1) * step).amax(0)
+        where = (m - m[:, None]) % nodes * intra + (l - l[:, None]) % intra  # [owner, reader]: they meet
+        return (self._turned(self._reading.meets, 0, 1) * torch.tensor(order).argsort()[where]).amax(0)
 
     def by_place(self) -> tuple[Tensor, Tensor]:
         """Return rows read from each place on, and up to it, by others, [rounds, places, owners]."""

@@ -38,15 +38,15 @@ def double_ring(
 ) -> Program[T]:
     """Overlapped rings over nodes x intra positions (paper appendix, algorithms 1 and 2, corrected).
 
-    Data: the first bundle of a round travels to the next node during the whole round. The bundle of step
-    j + 1 travels within the node while step j is computed.
+    Data: the first bundle of a round travels to the next node during the round. The bundle of step j + 1
+    travels within the node while step j is computed.
 
-    Gradients: the owner keeps its own share, and its node keeps the sum of its other positions. Both wait for
-    the shares of other nodes. Within a round a sum starts with the bundle and follows it. It is complete for
-    this node one position before the place where the bundle came in. There the sum of the nodes before, which
-    travelled during the whole round, is added, and the total leaves for the next node. After the last round
-    the total makes one more hop between nodes, meets the sum of its own node, and goes home by one hop within
-    the node. On the last hop it has the dtype in which it is returned: only the owner's share is added.
+    Gradients: the owner keeps its own share. Within a round a sum starts with the bundle and follows it. It
+    is complete for this node one position before the place where the bundle came in. There the sum of the
+    nodes before is added, and the total leaves for the next node. Bundles of the own node, but for each
+    rank's own, come last (`visits`). The total of the other nodes comes back meanwhile, and meets the own
+    node's sum. One hop within the node brings it home in the dtype that is returned: only the owner's share
+    is added.
 
     Args:
         position: the position, of nodes * intra, whose program is returned.
@@ -55,6 +55,14 @@ def double_ring(
         turn: 1 if bundles go to higher positions, -1 if they go to lower ones.
     """
     return _Position(position, nodes, intra, gradients, hops, turn).program()
+
+
+def visits(nodes: int, intra: int, *, gradients: bool) -> list[tuple[int, range]]:
+    """Return the (round, places) of a bundle's way in the order in which positions compute."""
+    rounds = [(i, range(intra)) for i in range(nodes)]
+    if gradients and nodes > 1 and intra > 1:
+        return [(0, range(1)), *rounds[1:], (0, range(1, intra))]
+    return rounds
 
 
 class _Position(Generic[T]):
@@ -67,142 +75,128 @@ class _Position(Generic[T]):
         self.gradients, self.hops, self.turn = gradients, hops, turn
         self.m, self.l = divmod(position, intra)  # node m, and place l within the node
         self.actions: list[Action[T]] = []
+        self.step = 0
         self.start = HOME
         """The buffer of the first bundle of the round."""
-        self.total, self.leaving, self.of_node = "", "", ""
-        """The buffers of the sum that grows, of the sum on its way to the next node, and of the node's own
-        sum, which waits for the others."""
+        self.total, self.leaving = "", ""
+        """The buffers of the sum that grows, and of the sum on its way to the next node."""
         self.started: set[Channel] = set()
         """Channels with something to wait for."""
 
     def program(self) -> Program[T]:
-        for i in range(self.nodes):
-            self.round(i)
+        for i, places in visits(self.nodes, self.intra, gradients=self.gradients):
+            self.round(i, places)
         if self.gradients:
             self.bring_home()
         return tuple(self.actions)
 
-    def round(self, i: int) -> None:
-        current, incoming, last_round = self.start, "", i == self.nodes - 1
-        if not last_round:
-            incoming = _free(Kind.DATA, self.start)
-            comes, goes = (self.hops.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
-            self.hop(i * self.intra, _INTER_DATA, incoming, self.start, comes, goes)
-        for j in range(self.intra):
-            step, source, arriving = i * self.intra + j, self.held(i, j), ""
-            if j < self.intra - 1:
-                arriving = _free(Kind.DATA, current, incoming, "" if last_round else self.start)
-                # What is held at step j + 1 comes now; what is held at step j goes on to the next place.
-                comes, goes = (self.hops.ahead(self.held(i, at), i, j + 1) for at in (j + 1, j))
-                self.hop(step, _INTRA_DATA, arriving, current, comes, goes)
+    def round(self, i: int, places: range) -> None:
+        current, incoming, onward = self.start, "", places.start == 0 and i < self.nodes - 1
+        home_next = self.gradients and 0 < i == self.nodes - 1  # the bundles of the own node come next
+        # A sum or a bundle on its way between nodes is held twice, and they share a link. So the sum comes in
+        # the first half of a round, and the bundle leaves then. In a last round of two places, the node's own
+        # bundle comes in the second half.
+        early = self.intra // 2 if self.gradients and i > 1 and (onward or self.intra == 2) else 0
+        for j in places:
+            source, arriving = self.held(i, j), ""
+            if onward and j == early:
+                incoming = _free(Kind.DATA, current, self.start)
+                comes, goes = (self.hops.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
+                self.hop(_INTER_DATA, incoming, self.start, comes, goes)
+            if j + 1 in places or (home_next and j == self.intra - 1 > 0):
+                # What is held at the next step comes now; what the next place holds then goes there.
+                to, at, out = (i, j + 1, current) if j + 1 in places else (0, 1, HOME)
+                arriving = _free(Kind.DATA, current, incoming, self.start if onward else "")
+                comes, goes = (self.hops.ahead(self.held(to, of), to, at) for of in (at, at - 1))
+                self.hop(_INTRA_DATA, arriving, out, comes, goes)
             if current == HOME or self.hops.reads(source):
-                self.actions.append(Compute(step, source, current))
+                self.actions.append(Compute(self.step, source, current))
             if self.gradients:
-                self.follow(i, j, step, source)
+                if j == early - 1:
+                    self.wait(_INTER_GRADIENT)
+                self.follow(i, j, source, starts=j == places.start)
             if arriving:
-                self.wait(step, _INTRA_DATA)
+                self.wait(_INTRA_DATA)
                 current = arriving
-        # The sum of round 0 stays at its node, the owner's. Where nodes are single, `bring_home` hops last.
-        if self.gradients and i > 0 and not (last_round and self.intra == 1):
-            comes, goes = (self.hops.so_far_in_rounds(self.held(at, self.intra - 1), i) for at in (i + 1, i))
-            self.hop(step, _INTER_GRADIENT, PARTIAL, self.total, comes, goes)
-            self.leaving = self.total
-        if incoming:
-            self.wait(step, _INTER_DATA)
-            self.start = incoming
+            if incoming and j == places[-1]:
+                self.wait(_INTER_DATA)
+            self.step += 1
+        self.start = incoming or current
 
-    def follow(self, i: int, j: int, step: int, source: int) -> None:
-        """Add this step's gradients to the sum of its bundle, and pass it on within the node."""
-        if j == 0:
-            self.total = _free(Kind.SUM, self.leaving, self.of_node)
+    def follow(self, i: int, j: int, source: int, *, starts: bool) -> None:
+        """Add this step's gradients to the sum of its bundle, which `starts` here or came; pass it on."""
+        if starts:
+            self.total = _free(Kind.SUM, self.leaving)
         else:
-            self.wait(step, _INTRA_GRADIENT)
-        self.accumulate(i, j, step, source)
+            self.wait(_INTRA_GRADIENT)
+        self.accumulate(i, j, source)
         if j < self.intra - 1:
             comes, goes = (self.hops.so_far(self.held(i, at), i, j) for at in (j + 1, j))
-            following = _free(Kind.SUM, self.total, self.leaving, self.of_node)
-            self.hop(step, _INTRA_GRADIENT, following, self.total, comes, goes)
+            following = _free(Kind.SUM, self.total, self.leaving)
+            self.hop(_INTRA_GRADIENT, following, self.total, comes, goes)
             self.total = following
-        elif i == 0:
-            self.of_node = self.total
-        else:
-            self.wait(step, _INTER_GRADIENT)
-            if not nothing(self.hops.so_far_in_rounds(source, i - 1)):
-                first = nothing(self.hops.so_far(source, i, j))
-                total = self.hops.so_far_in_rounds(source, i)
-                self.actions.append(Add(step, self.total, PARTIAL, first=first, rows=total))
+        elif i > 0 or self.intra > 1:
+            self.leave_node(i, j, source)
 
-    def accumulate(self, i: int, j: int, step: int, source: int) -> None:
+    def leave_node(self, i: int, j: int, source: int) -> None:
+        """Add the sum of the nodes before, and send the total to the next node; at its own node, it stays."""
+        self.wait(_INTER_GRADIENT)
+        if not nothing(self.hops.so_far_in_rounds(source, (i or self.nodes) - 1)):
+            first = nothing(self.hops.so_far(source, i, j))
+            rows = self.hops.so_far_in_rounds(source, i) if i > 0 else self.hops.lent(source)
+            self.actions.append(Add(self.step, self.total, PARTIAL, first=first, rows=rows))
+        if i > 0 and (i < self.nodes - 1 or self.intra > 1):  # where nodes are single, `bring_home` hops last
+            comes, goes = (self.hops.so_far_in_rounds(self.held(at, j), i) for at in (i + 1, i))
+            self.hop(_INTER_GRADIENT, PARTIAL, self.total, comes, goes)
+            self.leaving = self.total
+
+    def accumulate(self, i: int, j: int, source: int) -> None:
         if not self.hops.reads(source):
             return
         if source == self.position:
             own = self.hops.between(source, source)
-            self.actions.append(Accumulate(step, source, KEPT, first=True, rows=own))
+            self.actions.append(Accumulate(self.step, source, KEPT, first=True, rows=own))
             return
         first = nothing(self.hops.so_far(source, i, j - 1))  # no place before has added to the sum
         rows = self.hops.so_far(source, i, j)
-        self.actions.append(Accumulate(step, source, self.total, first=first, rows=rows))
+        self.actions.append(Accumulate(self.step, source, self.total, first=first, rows=rows))
 
     def bring_home(self) -> None:
         """Let every total make its last hop: within the node, or between nodes of one position."""
-        step = self.nodes * self.intra
-        if self.nodes > 1 and self.intra > 1:
-            self.wait(step, _INTER_GRADIENT)
-            self.meet_other_nodes(step)
-        if step > 1:  # sums have gone round but for one hop: the next position owns the bundle of this one's
+        if self.step > 1:  # sums have gone round but for one hop: the next position owns this one's bundle
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
             owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
             comes, goes = (self.hops.lent(each) for each in (self.position, owner))
             if not nothing(goes):
-                self.complete(step, goes)
-            self.hop(step, channel, HOME_TOTAL, TOTAL, comes, goes)
-            self.wait(step, channel)
-        self.actions.append(Return(step, self.at_home()))
+                self.complete(goes)
+            self.hop(channel, HOME_TOTAL, TOTAL, comes, goes)
+            self.wait(channel)
+        others = self.step > 1 and not nothing(self.hops.lent(self.position))
+        home = (KEPT,) * self.hops.reads(self.position) + (HOME_TOTAL,) * others
+        self.actions.append(Return(self.step, home))
 
-    def meet_other_nodes(self, step: int) -> None:
-        """Add the sum of other nodes, which came back, to that of the bundle's own node."""
-        source = self.held(0, self.intra - 1)
-        if nothing(self.hops.so_far(source, 0, self.intra - 1)):
-            self.total = PARTIAL
-            return
-        self.total = self.of_node
-        if not nothing(self.hops.so_far_in_rounds(source, self.nodes - 1)):
-            self.actions.append(Add(step, self.total, PARTIAL, rows=self.hops.lent(source)))
-
-    def complete(self, step: int, rows: Carried[T]) -> None:
+    def complete(self, rows: Carried[T]) -> None:
         """Put the total, of these rows, into the buffer that goes home, together with its last share."""
         last = self.actions[-1]
         if isinstance(last, Accumulate) and last.buffer == self.total:
             self.actions[-1] = replace(last, into=TOTAL)
         else:
-            self.actions.append(Add(step, TOTAL, self.total, first=True, rows=rows))
+            self.actions.append(Add(self.step, TOTAL, self.total, first=True, rows=rows))
 
-    def at_home(self) -> tuple[str, ...]:
-        """Return the buffers with the gradient of the position's own bundle."""
-        others = self.nodes * self.intra > 1 and not nothing(self.hops.lent(self.position))
-        return (KEPT,) * self.hops.reads(self.position) + (HOME_TOTAL,) * others
-
-    def hop(
-        self, step: int, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]
-    ) -> None:
+    def hop(self, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]) -> None:
         """Receive `comes` and send `goes`: rows."""
-        m, l, turn = self.m, self.l, self.turn  # noqa: E741
-        if channel.link == Link.INTER:
-            before, after = self.at(m - turn, l), self.at(m + turn, l)
-        else:
-            before, after = self.at(m, l - turn), self.at(m, l + turn)
-        if not nothing(comes):
-            self.actions.append(Recv(step, channel, into, before, comes))
-            self.started.add(channel)
-        if not nothing(goes):
-            self.actions.append(Send(step, channel, out, after, goes))
-            self.started.add(channel)
+        inter = channel.link == Link.INTER
+        for kind, buffer, way, rows in ((Recv, into, -self.turn, comes), (Send, out, self.turn, goes)):
+            if not nothing(rows):
+                peer = self.at(self.m + way * inter, self.l + way * (not inter))
+                self.actions.append(kind(self.step, channel, buffer, peer, rows))
+                self.started.add(channel)
 
-    def wait(self, step: int, channel: Channel) -> None:
+    def wait(self, channel: Channel) -> None:
         if channel in self.started:
             self.started.remove(channel)
-            self.actions.append(Wait(step, channel))
+            self.actions.append(Wait(self.step, channel))
 
     def held(self, i: int, j: int) -> int:
         """Return the owner of the bundle here: as far behind as i hops between nodes and j within go."""
@@ -212,12 +206,9 @@ class _Position(Generic[T]):
         return node % self.nodes * self.intra + local % self.intra
 
 
-_NAMES = {kind: tuple(f"{kind}{index}" for index in range(4)) for kind in (Kind.DATA, Kind.SUM)}
-
-
 def _free(kind: Kind, *taken: str) -> str:
     """Return the first buffer of a kind that is not taken."""
-    return next(name for name in _NAMES[kind] if name not in taken)
+    return next(name for index in range(4) if (name := f"{kind}{index}") not in taken)
 
 
 @cache
