@@ -119,7 +119,9 @@ class Shard:
         sides = (self.q_bytes, self.kv_bytes) if of_queries else (self.kv_bytes, self.q_bytes)
         bundles, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
         if 1 < nodes < ranks:
-            bundles, sums = min(nodes, 4) - 1 + (ranks > 2 * nodes), min(nodes, 4) + 1
+            bundles, sums = 2 + (nodes > 3), 3 + (ranks > 2 * nodes)
+        if nodes == 2 < ranks:  # half of what goes back to its own node is masked
+            sums = 3.5 if ranks > 6 else 2
         halves = of_queries and self.kv_bytes / 2 > self.waiting_bytes and self.kv_heads % 2 == 0
         tile = (sides[1] / 2 + of_queries * self.out_bytes) / (2 if halves else 1) + 2 * self.statistic_bytes
         return float(bundles * data + sums * gradient + stays + 2 * sides[0] + tile)

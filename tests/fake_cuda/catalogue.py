@@ -113,7 +113,9 @@ def counted(name: str) -> tuple[int, float, int, float]:
 
 
 LARGE = [
-    (*ring, *way) for ring in ((4, 0), (4, 2), (8, 0), (8, 4), (8, 2)) for way in ((4, "query"), (1, "kv"))
+    (*ring, *way)
+    for ring in ((4, 0), (4, 2), (8, 0), (8, 4), (8, 2), (16, 4), (16, 2))
+    for way in ((4, "query"), (1, "kv"))
 ]
 """Ranks, those of a node (0: all), K/V heads beside 4 heads, and what travels."""
 
