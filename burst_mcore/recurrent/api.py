@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from burst_mcore.dtypes import wide
-from burst_mcore.recurrent.exchange import States, halo_of, resized, starts_of
+from burst_mcore.recurrent.exchange import Kept, Passed, States, halo_of, resized, scanned
 from burst_mcore.recurrent.heads import by_heads
 from burst_mcore.recurrent.kernels import Heads, Recurrence, Tensors
+from burst_mcore.recurrent.maps import Map
 from burst_mcore.recurrent.sequence import Shards
 
 
@@ -45,36 +47,37 @@ def recurrence(kernel: Recurrence | Heads, tensors: Tensors, shards: Shards, way
 
 
 def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
-    own = shards.own
-    pieces = [kernel.cut(tensors, each.fragment.rows) for each in own]
-    outs: list[Tensor | None] = [None] * len(own)
-    decays, finals = [], []
-    for number, (each, piece) in enumerate(zip(own, pieces, strict=True)):
-        fragment = each.fragment
-        if fragment.begins:
-            outs[number], final = kernel.run(piece, None)
-        elif not fragment.ends:
-            _, final = kernel.run(piece, None)
-            decays.append(kernel.decay(piece))
-        if not fragment.ends:
-            finals.append(final)
-    starts: list[Tensor] = []
-    tie: Tensor | None = None
-    roots = (*tensors, *kernel.parameters)
-    if any(shards.scan().programs):
-        like = tensors[kernel.like]
-        shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
-        trains = any(x.requires_grad for x in (*decays, *finals, *roots))
-        states = States(kernel.name, kernel.algebra, *shapes, wide(like.dtype), like.device, trains)
-        decays, finals = ([x.to(states.dtype) for x in xs] for xs in (decays, finals))
-        starts, tie = starts_of(shards, states, decays, finals, *roots)
-        continuing = [number for number, each in enumerate(own) if not each.fragment.begins]
-        for number, start in zip(continuing, starts, strict=True):
-            outs[number], _ = kernel.run(pieces[number], start)
+    own, like, roots = shards.own, tensors[kernel.like], (*tensors, *kernel.parameters)
+    rows = {each: (each.fragment.row, len(each.fragment.rows)) for each in own}
+    pieces = {each: tuple(x.narrow(kernel.dim, *rows[each]) for x in tensors) for each in own}
+    runs = {each: kernel.run(pieces[each], None) for each in own if each.fragment.begins}
+    outs = [out for out, _ in runs.values()]
     if not own:  # all tensors stay in the graph: exchanges before this one await this rank's backward
-        tie = torch.stack([x.sum().to(torch.float32) for x in (*roots, *([] if tie is None else [tie]))])
-    out = torch.cat([x for x in outs if x is not None], kernel.dim) if own else tensors[kernel.like]
-    return out if tie is None or starts else out + tie.sum().to(out.dtype)
+        outs = [like + torch.stack([x.sum().to(torch.float32) for x in roots]).sum().to(like.dtype)]
+    if not any(shards.scan().programs):
+        return torch.cat(outs, kernel.dim)
+    begin, end = [each for each in runs if each.last], [each for each in own if 0 < each.place == each.last]
+    middle, dtype, kept = [each for each in own if 0 < each.place < each.last], wide(like.dtype), Kept()
+    maps = {each: Map(None, runs[each][1].detach().to(dtype)) for each in begin}
+    with torch.no_grad():
+        for each in middle:
+            decay, (_, state) = kernel.decay(pieces[each]), kernel.run(pieces[each], None)
+            maps[each] = Map(decay.to(dtype), state.to(dtype))
+    shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
+    trains = any(x.requires_grad for x in (*roots, *(runs[each][1] for each in begin)))
+    states = States(kernel.name, kernel.algebra, *shapes, dtype, like.device, trains)
+    starts = scanned(shards, states, maps, backward=False)
+    zero = like.new_zeros((), dtype=dtype, requires_grad=trains)  # gradients of states before the middle
+    before = [starts[each] + zero for each in middle]
+    with saved_tensors_hooks(kept.pack, lambda box: box.tensor):
+        runs |= {each: kernel.run(pieces[each], x) for each, x in zip(middle, before, strict=True)}
+    passed = [*(runs[each][0] for each in middle), *(starts[each] for each in end), *outs]
+    behind, decays = (runs[each][1] for each in (*middle, *begin)), [maps[each].decay for each in middle]
+    tensors = *passed, *before, *behind, *roots
+    passed = Passed.apply((shards, states, kept, begin, middle, end), decays, len(passed), *tensors)  # type: ignore[no-untyped-call]
+    done = dict(zip((*middle, *end, *runs), passed, strict=False))  # those of the middle end the runs
+    done |= {each: kernel.run(pieces[each], done[each])[0] for each in end}
+    return torch.cat([done[each] for each in own], kernel.dim) if own else passed[0]
 
 
 def convolution(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
 
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.runtime.executor import Bundle, Transport
@@ -35,11 +39,8 @@ class States:
 
     def room(self, span: Span) -> Map:
         """Return uninitialised room for the map over a span."""
-        state, decay = (
-            torch.empty(shape, dtype=self.dtype, device=self.device)
-            for shape in (self.state_shape, self.decay_shape)
-        )
-        return Map(None if span.is_state else decay, state)
+        decay = None if span.is_state else torch.empty(self.decay_shape, dtype=self.dtype, device=self.device)
+        return Map(decay, torch.empty(self.state_shape, dtype=self.dtype, device=self.device))
 
     def signature(self, pass_: str) -> Signature:
         """Return what the ranks must have in common."""
@@ -48,71 +49,87 @@ class States:
         return {"pass": f"{pass_} of states", **own}
 
 
-def starts_of(
-    shards: Shards, states: States, decays: Sequence[Tensor], finals: Sequence[Tensor], *roots: Tensor
-) -> tuple[list[Tensor], Tensor]:
-    """Return the states before those fragments of this rank that continue a document, and an anchor.
+class _Box:
+    tensor: Tensor  # which a graph needs, for as long as the graph holds the box
 
-    The anchor has no elements. It ties the exchange into the graph of a rank that continues no document.
 
-    Args:
-        decays: A of each fragment that continues a document and is continued, in the order of the shard.
-        finals: B of each fragment that is continued.
-        roots: all tensors that states are made of: if one needs a gradient, all ranks take part in backward.
+class Kept:
+    """What runs save for backward. `Passed` saves it for them, since it goes ahead through their graph.
+
+    A checkpoint that is asked twice makes everything twice, messages too.
     """
-    *starts, anchor = _Scan.apply(shards, states, len(decays), *decays, *finals, *roots)  # type: ignore[no-untyped-call]
-    return starts, anchor
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._boxes = WeakValueDictionary[int, _Box]()
+
+    def pack(self, x: Tensor) -> _Box:
+        """Keep a tensor that a run saves."""
+        box = self._boxes[len(self.tensors)] = _Box()
+        self.tensors.append(x)
+        return box
+
+    def fill(self, saved: Sequence[Tensor]) -> None:
+        """Give the graph what was saved."""
+        for number, box in self._boxes.items():
+            box.tensor = saved[number]
 
 
-class _Scan(torch.autograd.Function):
+class Passed(torch.autograd.Function):
+    """Outputs and states as they come. Backward gives the states behind fragments their gradients.
+
+    The gradient of the state before a fragment is that of its own outputs, plus A^T times that of the state
+    behind it. A backward through the run gives the first, the scan the sum; then autograd goes through the
+    run for all gradients. So A and B need no graph.
+    """
+
     @staticmethod
-    def forward(ctx: Any, shards: Shards, states: States, many: int, *maps: Tensor) -> tuple[Tensor, ...]:
-        decays, finals = iter(maps[:many]), iter(maps[many:])
-        own = [each for each in shards.own if each.last]
-        held = {
-            _span(each): Map(None if each.fragment.begins else next(decays), next(finals))
-            for each in own
-            if not each.fragment.ends
-        }
-        played = _play_scan(shards, states, held, backward=False)
-        starts = [played[Span(each.chain, 0, each.place)].state for each in own if not each.fragment.begins]
-        ctx.shards, ctx.states, ctx.many, ctx.own = shards, states, many, tuple(own)
+    def forward(ctx: Any, of: tuple[Any, ...], decays: Bundle, many: int, *tensors: Tensor) -> Bundle:
+        """Return the first `many` tensors: outputs of fragments in the middle, states before ends, others.
+
+        of: shards, states, what runs kept, and the fragments that begin, are in the middle, and end. Further
+        tensors: states before the middle, those behind the middle and beginnings, and roots of them all.
+        """
+        ctx.of, kept = of, of[2]
         # All ranks save some tensor: in a checkpoint all recompute before they meet in backward.
-        ctx.save_for_backward(torch.empty(0), *maps[:many], *starts)
-        return (*(start.clone() for start in starts), torch.empty(0, device=states.device))
+        ctx.save_for_backward(torch.empty(0), *decays, *kept.tensors)
+        kept.tensors.clear()
+        return tensors[:many]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        algebra, own = ctx.states.algebra, ctx.own
+        shards, states, kept, begin, middle, end = ctx.of
+        edges, many, n = [GradientEdge(*edge) for edge in ctx.next_functions], len(gradients), len(middle)
         _, *saved = ctx.saved_tensors  # once: torch's checkpoints allow no more
-        decays, starts = saved[: ctx.many], saved[ctx.many :]
-        of_decay = iter(decays)
-        decay_of = {e: next(of_decay) for e in own if not (e.fragment.begins or e.fragment.ends)}
-        continuing = [each for each in own if not each.fragment.begins]
-        held = {
-            _span(each, backward=True): Map(
-                algebra.turned(decay_of[each]) if each in decay_of else None, gradient.to(ctx.states.dtype)
-            )
-            for each, gradient in zip(continuing, gradients, strict=False)
-        }
-        with torch.autocast(ctx.states.device.type, enabled=False):  # forward runs without, in `recurrence`
-            played = _play_scan(ctx.shards, ctx.states, held, backward=True)
-            behind = {e: played[Span(e.chain, 0, e.last - e.place)].state for e in own if not e.fragment.ends}
-            start_of = dict(zip(continuing, starts, strict=True))
-            of_decays = [algebra.gradient(behind[e], start_of[e], decay) for e, decay in decay_of.items()]
-        of_maps = (None, None, None, *of_decays, *behind.values())
-        return *of_maps, *[None] * (len(ctx.needs_input_grad) - len(of_maps))
+        kept.fill(saved[n:])
+        ahead = partial(torch.autograd.grad, edges[:n], edges[many : many + n], gradients[:n], True)
+        with torch.autocast(states.device.type, enabled=False):  # forward runs without, in `recurrence`
+            try:
+                parts = ahead() if n else ()
+            except RuntimeError as error:
+                if "donated buffer" not in str(error):
+                    raise
+                kept.fill([x.clone() for x in saved[n:]])  # torch.compile's backward writes into its buffers
+                with functorch.patch(donated_buffer=False):
+                    parts = ahead()
+                kept.fill(saved[n:])
+            decays = *map(states.algebra.turned, saved[:n]), *[None] * len(end)
+            of_starts = (x.to(states.dtype) for x in (*parts, *gradients[n : n + len(end)]))
+            maps = dict(zip((*middle, *end), map(Map, decays, of_starts), strict=True))
+            behind = scanned(shards, states, maps, backward=True)
+        found = *[None] * 3, *gradients, *[None] * n, *(behind[each] for each in (*middle, *begin))
+        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
 
 
-def _span(each: Own, *, backward: bool = False) -> Span:
-    place = each.last - each.place if backward else each.place
-    return Span(each.chain, place, place + 1)
+def scanned(shards: Shards, states: States, maps: dict[Own, Map], *, backward: bool) -> dict[Own, Tensor]:
+    """Return the states before those fragments of this rank that continue a document.
 
-
-def _play_scan(shards: Shards, states: States, held: dict[Span, Map], *, backward: bool) -> dict[Span, Map]:
-    """Run this rank's program of a scan, and return all maps that the rank then holds."""
-    program, held = shards.scan(backward=backward).programs[shards.topology.rank], dict(held)
+    maps: of its fragments that are continued. `backward`: gradients, in the order from the last fragment.
+    """
+    program = shards.scan(backward=backward).programs[shards.topology.rank]
+    places = {each: each.last - each.place if backward else each.place for each in shards.own}
+    held = {Span(each.chain, places[each], places[each] + 1): own for each, own in maps.items()}
     signature = states.signature("backward" if backward else "forward")
 
     def bundle(action: Send | Recv) -> Bundle:
@@ -126,7 +143,7 @@ def _play_scan(shards: Shards, states: States, held: dict[Span, Map], *, backwar
         for action in _posted(program, transport, bundle):
             assert isinstance(action, Compose)
             held[action.span] = states.algebra.composed(held[action.later], held[action.earlier])
-    return held
+    return {each: held[Span(each.chain, 0, place)].state for each, place in places.items() if place}
 
 
 def _posted(

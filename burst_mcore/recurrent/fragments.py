@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -68,22 +67,14 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
             f"for each token of a recurrence or convolution. Choose zigzag, contiguous or "
             f"block-striped:{128 * size}"
         )
-    found, rows = [], [0] * size
+    found, rows, borders = [], [0] * size, {*ends}
     for rank, first, last, _ in runs:
-        for start, stop in _cut(first, min(last, tokens), ends):
-            begins = ends[bisect_right(ends, start) - 1] == start
-            ends_here = ends[bisect_right(ends, stop) - 1] == stop
-            found.append(Fragment(rank, start, stop, rows[rank], begins, ends_here))
-            rows[rank] += stop - start
+        stop = min(last, tokens)
+        within = ends[bisect_right(ends, first) : bisect_left(ends, stop)]
+        for a, b in pairwise(dict.fromkeys((first, *within, stop)) if first < stop else ()):
+            found.append(Fragment(rank, a, b, rows[rank], a in borders, b in borders))
+            rows[rank] += b - a
     return tuple(sorted(found, key=lambda fragment: fragment.start))
-
-
-def _cut(start: int, stop: int, ends: Ends) -> Iterator[tuple[int, int]]:
-    """Yield the parts of [start, stop) between the beginnings of documents."""
-    while start < stop:
-        cut = min(ends[bisect_right(ends, start)], stop)
-        yield start, cut
-        start = cut
 
 
 @lru_cache(maxsize=256)

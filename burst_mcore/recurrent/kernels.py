@@ -53,7 +53,7 @@ class Recurrence:
     """(tensors, the state before them; None is zero) -> (outputs, the state behind them). Differentiable, and
     called with autocast off."""
     decay: Callable[[Tensors], Tensor]
-    """A of these tokens. Differentiable."""
+    """A of these tokens; its gradient is never asked for."""
     state_shape: Callable[[Tensors], Shape]
     decay_shape: Callable[[Tensors], Shape]
     like: int
@@ -63,10 +63,6 @@ class Recurrence:
     """Further tensors that the kernel works with, if they may need gradients: all ranks have the same."""
     heads: Heads | None = None
     """How the kernel runs on some of its heads, if it can."""
-
-    def cut(self, tensors: Tensors, rows: range) -> Tensors:
-        """Return these rows of all tensors."""
-        return tuple(x.narrow(self.dim, rows.start, len(rows)) for x in tensors)
 
 
 LAST, LASTS = ("initial_state", "output_final_state"), ("initial_states", "return_final_states")

@@ -1,4 +1,4 @@
-"""Affine maps S -> A S + B of states: how they compose, and the gradients of A.
+"""Affine maps S -> A S + B of states: how they compose, and how gradients go back.
 
 A is a matrix [..., K, K] that multiplies a state [..., K, V] from the left, or it is multiplied elementwise,
 as a tensor that broadcasts to the state. Maps that start from a state of zero have no A.
@@ -29,10 +29,6 @@ class Algebra:
         """Return the A by which gradients of states go back."""
         return decay
 
-    def gradient(self, of_result: Tensor, state: Tensor, decay: Tensor) -> Tensor:
-        """Return the gradient of A from the gradient of A S."""
-        return (of_result * state).sum_to_size(decay.shape)
-
     def composed(self, later: Map, earlier: Map) -> Map:
         """Return the map that is `earlier` and then `later`: (A2 A1, A2 B1 + B2)."""
         assert later.decay is not None
@@ -48,9 +44,6 @@ class Matrix(Algebra):
 
     def turned(self, decay: Tensor) -> Tensor:
         return decay.transpose(-1, -2).contiguous()
-
-    def gradient(self, of_result: Tensor, state: Tensor, decay: Tensor) -> Tensor:
-        return of_result @ state.transpose(-1, -2)
 
 
 ELEMENTWISE, MATRIX = Algebra(), Matrix()

@@ -1,6 +1,7 @@
 """Recurrences and convolutions over shards equal those of each whole document, in values and gradients."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,12 +21,10 @@ from torch.nn.functional import conv1d, pad
 from torch.utils.checkpoint import checkpoint
 
 from burst_mcore import Layout, Topology, shard
-from burst_mcore.recurrent import Shards, convolution, recurrence, scan, sequence
+from burst_mcore.recurrent import Shards, convolution, exchange, recurrence, scan, sequence
 from burst_mcore.recurrent.bound import _served
-from burst_mcore.recurrent.exchange import States, starts_of
 from burst_mcore.recurrent.fragments import chains
-from burst_mcore.recurrent.kernels import LAST, delta_rule, elementwise, gated, mamba2
-from burst_mcore.recurrent.maps import ELEMENTWISE, MATRIX
+from burst_mcore.recurrent.kernels import LAST, delta_rule, elementwise, gated, linear_attention, mamba2
 
 
 def whole(rule, x, shards):
@@ -88,30 +87,82 @@ def test_states_and_decays_of_bfloat16_are_in_float32_also_under_autocast(name):
     assert len(errors) == 8 and max(errors) < 1e-6  # 3 finals, 2 decays, 3 runs from a state
 
 
-@pytest.mark.parametrize("algebra", [MATRIX, ELEMENTWISE])
-def test_gradients_of_maps_are_in_float32_where_backward_runs_under_autocast(algebra):
-    """That of A is a product of matrices for delta rules, which autocast would round to bfloat16."""
-    matrix, state = (1, H, K, K), (1, H, K, V)
-    states = States("a rule", algebra, state, matrix if algebra is MATRIX else state, torch.float32,
-                    torch.device("cpu"), gradients=True)  # fmt: skip
+def test_gradients_of_states_are_in_float32_where_backward_runs_under_autocast(monkeypatch):
+    """Of delta rules the scan multiplies matrices, which autocast would round to bfloat16."""
+    rule, (x, gradient) = RULES["delta rule"], tensors("delta rule", dtype=torch.float32)
+    everyone, scanned, seen = played("contiguous", N, 4), exchange.scanned, []
 
-    def gradients(under):
-        everyone = played("contiguous", N, 4)
+    def noting(*given, **how):
+        found = scanned(*given, **how)
+        seen.extend((torch.is_autocast_enabled("cpu"), each.dtype) for each in found.values())
+        return found
 
-        def rank(r):
-            draw = partial(torch.randn, generator=torch.Generator().manual_seed(r))
-            shapes = [states.decay_shape] * (0 < r < 3) + [state] * (r < 3)
-            maps = [draw(shape).requires_grad_() for shape in shapes]
-            root = torch.zeros(1, requires_grad=True)  # of the last rank, which makes no map
-            starts, anchor = starts_of(everyone[r], states, maps[:-1], maps[-1:], root)
-            with torch.autocast("cpu", torch.bfloat16, enabled=under):
-                total = sum((each * draw(state)).sum() for each in starts) + anchor.sum()
-                return torch.autograd.grad(total, [*maps, root], materialize_grads=True)[: len(maps)]
+    def rank(r):
+        how = {"rank": r, "size": 4, "layout": "contiguous"}
+        own = tuple(shard(each, 1, **how).requires_grad_() for each in x)
+        out = recurrence(rule, own, everyone[r])
+        monkeypatch.setattr(exchange, "scanned", noting)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.autograd.grad(out, own, shard(gradient, 1, **how))
 
-        return [each for of_rank in threads(4, rank) for each in of_rank]
+    threads(4, rank)
+    assert seen == [(False, torch.float32)] * 3
 
-    found, want = gradients(under=True), gradients(under=False)
-    assert len(found) == 5 and all(map(torch.equal, found, want))
+
+def storages(function):
+    """(its result, bytes of what it saves for backward, each storage once)"""
+    held = {}
+
+    def keep(x):
+        held[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found = function()
+    return found, sum(each.nbytes() for each in held.values())
+
+
+def test_a_fragment_in_the_middle_saves_one_run_and_its_decay():
+    """A and B have no graph. A run from a state saves what the run of the last fragment does."""
+    rule, (x, gradient), saved = RULES["delta rule"], tensors("delta rule"), {}
+
+    def here(own, shards):
+        out, saved[shards.topology.rank] = storages(lambda: recurrence(rule, own, shards))
+        return out
+
+    sharded(here, x, gradient, played("contiguous", N, 4))
+    assert saved[1] == saved[2] == saved[3] + 2 * H * K * K * 8
+
+
+def test_backward_goes_through_the_run_of_a_fragment_in_the_middle_once_more_and_through_no_other():
+    ran = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            return out.view_as(out)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ran.append(gradient.shape[1])
+            return gradient
+
+    def counted(x, state):
+        out, final = plain.run(x, state)
+        return Counted.apply(out), final
+
+    plain, (x, gradient) = RULES["delta rule"], tensors("delta rule")
+    sharded(partial(whole, replace(plain, run=counted)), x, gradient, played("contiguous", N, 4))
+    assert ran == [N // 4] * (4 + 2)
+
+
+def test_a_compiled_kernel_whose_backward_wants_its_buffers_for_itself():
+    """torch.compile refuses a second backward where it has given buffers away; then it gets copies."""
+    x, gradient = tensors("a gate of a head", dtype=torch.float32)
+    rule = gated(torch.compile(linear_attention, backend="aot_eager"))
+    found = sharded(partial(whole, rule), x, gradient, played("contiguous", N, 3))
+    want = alone(lambda own: linear_attention(*own)[0], x, gradient, (0, N))
+    assert error(found, want) < EXACT[torch.float32]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -298,25 +349,42 @@ def test_over_gloo(size, intra):
 
 
 def recomputed(rank, size, name):
-    """The largest error where a checkpoint holds a recurrence alone; from some ranks states leave alone."""
+    """The largest error where a recurrence alone is made again or waits elsewhere, over two backwards.
+
+    From some ranks states leave alone. What is asked for twice would be made, or moved, twice.
+    """
     topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
     rule, (x, gradient) = RULES[name], tensors(name)
     want, errors = partial(alone, lambda x: rule.run(x, None)[0], x, gradient, dim=rule.dim), []
-    for layout, ends in (("contiguous", (0, N)), ("zigzag", (0, 36, N))):
-        how, shards = (
-            {"rank": rank, "size": size, "layout": layout},
-            Shards(topology, Layout(layout), N, ends),
-        )
+    ways = ("checkpoint", "reentrant", "offload")
+    documents = ("contiguous", (0, N)), ("zigzag", (0, N)), ("zigzag", (0, 36, N))
+    for (layout, ends), way in product(documents, ways):
+        how = {"rank": rank, "size": size, "layout": layout}
+        shards, count = Shards(topology, Layout(layout), N, ends), Counter()
         own = tuple(shard(each, rule.dim, **how).detach().requires_grad_() for each in x)
-        run = lambda *x, shards=shards: recurrence(rule, x, shards)  # noqa: E731
-        out = checkpoint(run, *own, use_reentrant=False)
-        found = [out, *torch.autograd.grad(out, own, shard(gradient, rule.dim, **how))]
+
+        def run(*x, shards=shards, count=count):
+            count["run"] += 1
+            return recurrence(rule, x, shards)
+
+        def back(each, count=count):
+            count[id(each)] += 1
+            return each[0].clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: [each], back):
+            out = run(*own) if way == "offload" else checkpoint(run, *own, use_reentrant=way == "reentrant")
+        for retain in (True, False):
+            out.backward(shard(gradient, rule.dim, **how), retain_graph=retain)
+        assert count.pop("run") == (1 if way == "offload" else 3) and {*count.values()} <= {2}, count
+        found = [out.detach(), *(each.grad / 2 for each in own)]
         errors.append(error(found, [shard(each, rule.dim, **how) for each in want(ends=ends)]))
     return max(errors)
 
 
-@pytest.mark.parametrize("name", ["delta rule", pytest.param("Mamba 2", marks=pytest.mark.slow)])
-def test_a_checkpoint_of_a_recurrence_alone(name):
+@pytest.mark.parametrize(
+    "name", ["delta rule", "a linear unit", pytest.param("Mamba 2", marks=pytest.mark.slow)]
+)
+def test_a_recurrence_that_is_made_again_or_offloaded(name):
     assert max(processes(2, recomputed, name)) < 1e-11
 
 
