@@ -162,12 +162,12 @@ def _attending(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
 
 
 def _recurrence(model: Model, way: Way, shard: Shard, layout: str) -> list[LayerPart]:
-    """Return a recurrence or a convolution: further runs of its kernel over ranks, and states beside them."""
+    """Return a recurrence or a convolution: one run of its kernel, and over ranks states beside it."""
     if not (mixer := model.mixer).layers:
         return []
     own = work(mixer, layout, shard.tokens * way.cp, way.cp)
-    kept = 2.0 * shard.tokens * own.numbers + own.states
-    return [LayerPart(mixer.kind, kept, 2.0 * shard.tokens * (own.numbers - mixer.kept + mixer.channels))]
+    kept = 2.0 * shard.tokens * own.kept + own.states
+    return [LayerPart(mixer.kind, kept, 2.0 * shard.tokens * (own.kept - mixer.kept + mixer.channels))]
 
 
 def on_gpu(shard: Shard, way: Way) -> float:

@@ -23,16 +23,18 @@ from burst_plan.step.model import Mixer, Model
 
 
 class Work(NamedTuple):
-    """Work and bytes of a layer on the busiest rank."""
+    """Work and bytes of a layer on the busiest rank: of a token, multiply-adds and numbers in 16 bits."""
 
     products: float
-    """Multiply-adds of a token, besides those of matrices."""
-    numbers: float
-    """Numbers in 16 bits that a token keeps for backward."""
+    """In forward, besides those of matrices."""
+    back: float
+    """Of these, what backward makes two gradients of, twice in the middle: all but A's."""
+    kept: float
+    """What waits for backward: of one run, since A and B have no graph."""
     states: float
     """Bytes of states and of A that fragments keep."""
     moved: float
-    """Numbers in 16 bits that scans by doubling move for a token."""
+    """What further runs, and scans by doubling, move besides."""
 
 
 @lru_cache(maxsize=1024)
@@ -44,13 +46,12 @@ def work(mixer: Mixer, layout: str, seq: int, ranks: int) -> Work:
         longest = max(longest, len(each.rows))
         own[each.rank] += 1
         again[each.rank] += len(each.rows) * (not each.begins and not each.ends)
-    sizes = mixer.recurrence
-    share = max(again.values()) * ranks / padded
-    products = mixer.width * mixer.channels + sizes.kernel * (1 + share) + sizes.maps * share
-    runs = 1 + share * (2 if sizes.maps else 1)  # once more for B, and for A where that is a matrix
-    states = 4.0 * max(own.values()) * (2 * sizes.state + sizes.decay) * (ranks > 1)
-    moved = sizes.doubled * ceil(log2(longest)) * runs
-    return Work(products, mixer.kept + sizes.run * runs, states, moved)
+    sizes, share = mixer.recurrence, max(again.values()) * ranks / padded
+    back = mixer.width * mixer.channels + sizes.kernel * (1 + share)
+    runs = share * (2 if sizes.maps else 1)  # once more for B, and for A where that is a matrix
+    states = 4.0 * max(own.values()) * (sizes.state + sizes.decay) * (ranks > 1)
+    moved = sizes.doubled * ceil(log2(longest)) * (1 + runs) + 2 * sizes.run * runs  # written and read
+    return Work(back + sizes.maps * share, back, mixer.kept + sizes.run, states, moved)
 
 
 @lru_cache(maxsize=1024)
@@ -86,7 +87,7 @@ def told(model: Model, layout: str, seq: int, ranks: Ranks, rates: Rates) -> lis
     if not (mixer := model.mixer).layers:
         return []
     own, there = work(mixer, layout, seq, ranks.size), exchanges(mixer, layout, seq, ranks, rates)
-    flops, kept = 2 * (mixer.matrices + own.products), 2 * own.numbers
+    flops, kept = 2 * (mixer.matrices + own.products), 2 * own.kept
     sent = " and ".join(f"{size / 1e6:.3g} MB of a {name}" for name, (size, _) in there.items())
     words = (
         f"layers: {model.attending} with attention, {mixer.layers} with a {mixer.kind}; each of these has "

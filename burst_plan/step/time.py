@@ -94,7 +94,7 @@ def times(
         "attention forward": attends * kernel_forward,
         "attention again": attends * kernel_forward * again,
         "attention backward": attends * kernel_backward,
-        mixer.kind or "recurrence": kernels * passes,
+        mixer.kind or "recurrence": kernels,
         "loss": model.head * product * (FORWARD + BACKWARD),
         "optimizer": _optimizer(model, way, rates, constants),
     }
@@ -122,12 +122,11 @@ def times(
 def _mixed(
     mixer: Mixer, way: Way, seq: int, layout: str, cluster: Ranks, rates: Rates, rate: float
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a recurrence or a convolution in a forward, and of its exchanges, of all layers.
-
-    Products take their time, or memory takes longer. A backward exchanges as much as a forward.
-    """
+    """Return the seconds of recurrences or convolutions, by products or memory, and of a pass' exchanges."""
     own, passes = work(mixer, layout, seq, way.cp), way.micro * mixer.layers
-    token = max(2 * own.products / rate, 2.0 * (KEPT * own.numbers + own.moved) / rates.memory)
+    memory = 2.0 * (KEPT * own.kept + own.moved) / rates.memory
+    token = (FORWARD + way.recomputes * FORWARD) * max(2 * own.products / rate, memory)
+    token += BACKWARD * max(2 * own.back / rate, memory)
     there = exchanges(mixer, layout, seq, way.ring(cluster), rates) if way.cp > 1 else {}
     return passes * seq / way.cp * token, {name: passes * seconds for name, (_, seconds) in there.items()}
 

@@ -2,10 +2,14 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import plain
+import players
 import pytest
+import rules
 import torch
 import zoo
 from test_hybrids import EVERY
@@ -16,7 +20,7 @@ from typer.testing import CliRunner
 from burst_mcore import Layout
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.machines import MACHINES
-from burst_mcore.recurrent import kernels
+from burst_mcore.recurrent import kernels, recurrence
 from burst_mcore.recurrent.bound import MIXERS, mixers_of
 from burst_mcore.recurrent.fragments import fragments
 from burst_mcore.recurrent.halo import halo, turned
@@ -237,9 +241,11 @@ def test_a_scan_by_doublings_moves_memory_as_often_as_it_doubles():
     """RecurrentGemma's, twice in the middle; zigzag's last rank has 16K tokens in a run as well."""
     unit = _linear_unit(2560, 10, 4, 2560)
     for layout in UNSCATTERED:
-        assert work(unit, layout, 2**17, 8).moved == 2 * 14 * 26 * 2560
+        further = 2 * unit.recurrence.run  # what the run for B writes and reads
+        assert work(unit, layout, 2**17, 8).moved == 2 * 14 * 26 * 2560 + further
     assert work(unit, "zigzag", 2**17, 1).moved == 17 * 26 * 2560
-    assert work(QWEN.mixer, "zigzag", 2**17, 8).moved == 0
+    assert work(QWEN.mixer, "zigzag", 2**17, 1).moved == 0
+    assert work(QWEN.mixer, "zigzag", 2**17, 8).moved == 2 * 2 * QWEN.mixer.recurrence.run  # for B and for A
 
 
 def test_each_step_of_a_scan_waits_for_its_busiest_rank():
@@ -271,15 +277,15 @@ def test_the_table_of_heads_beside_states_follows_from_rates_and_programs(tokens
 
 
 def test_a_fragment_in_the_middle_of_a_document_runs_its_kernel_again():
-    """For B, and delta rules for A; numbers are those of 64 tokens a chunk, by hand."""
+    """For B, and delta rules for A, which backward leaves out, and which keep nothing; all of it by hand."""
     delta, mamba = QWEN.mixer, NEMOTRON.mixer
     kernel = 32 * (64 * 5 * 128 + 3 * 128 * 128)
     once, zigzag = work(delta, "zigzag", 2**17, 1), work(delta, "zigzag", 2**17, 8)
     assert (delta.recurrence.kernel, delta.recurrence.maps) == (kernel, kernel)
     assert once.products == kernel + 4 * 8192 and zigzag.products == 3 * kernel + 4 * 8192
-    assert once.numbers == delta.kept + delta.recurrence.run and once.states == 0
-    assert zigzag.numbers == delta.kept + 3 * delta.recurrence.run
-    assert zigzag.states == 4 * 2 * 3 * 32 * 128 * 128
+    assert once.back == once.products and zigzag.back == 2 * kernel + 4 * 8192
+    assert once.kept == zigzag.kept == delta.kept + delta.recurrence.run and once.states == 0
+    assert zigzag.states == 4 * 2 * 2 * 32 * 128 * 128
     # 8 groups of B and C, 128 heads of 64 x 128, chunks of 128
     scan_of_mamba = 8 * 128 * 128 + 128 * (128 * 64 + 2 * 64 * 128)
     two = work(mamba, "contiguous", 2**17, 2)
@@ -287,6 +293,50 @@ def test_a_fragment_in_the_middle_of_a_document_runs_its_kernel_again():
     assert work(mamba, "contiguous", 2**17, 3).products == 2 * scan_of_mamba + 4 * 10240
     middle = [each for each in fragments(Layout("contiguous"), 96, 2) if not (each.begins or each.ends)]
     assert not middle
+
+
+def test_runs_of_a_kernel_and_backwards_through_them_are_as_often_as_counted():
+    """Of each rank's own: threads count apart. Then a rank in the middle of zigzag, and of contiguous."""
+    forward, backward = Counter(), Counter()
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rank, *found):
+            ctx.rank = rank
+            return found
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            backward[ctx.rank] += 1
+            return None, *gradients
+
+    def kernel_of(rank):
+        def rule(q, k, v, *, g, beta, initial_state=None, output_final_state=True):
+            forward[rank] += 1
+            return Noted.apply(rank, *plain.delta_rule(q, k, v, g=g, beta=beta, initial_state=initial_state))
+
+        return kernels.delta_rule(rule)
+
+    x, gradient = rules.tensors("delta rule")
+    for layout, each in (("zigzag", 2), ("contiguous", 1)):
+        forward.clear(), backward.clear()
+        shards = players.played(layout, rules.N, 4)
+        mix = lambda x, own: recurrence(kernel_of(own.topology.rank), x, own)  # noqa: E731
+        players.sharded(mix, x, gradient, shards)
+        own, delta = work(QWEN.mixer, layout, rules.N, 4), QWEN.mixer.recurrence
+        convolution = QWEN.mixer.width * QWEN.mixer.channels
+        assert forward[1] == each * (own.products - convolution) / delta.kernel == 3 * each
+        assert backward[1] == each * (own.back - convolution) / delta.kernel == 2 * each
+
+
+def test_time_of_a_recurrence_counts_backward_apart():
+    """Where products take longer than memory: two gradients of two runs, and a forward of three."""
+    slow = replace(PLACE, rates=replace(H100.rates, memory=1e18))
+    found = step(QWEN, replace(WAY, recompute="none"), 2**18, slow).times.compute["gated delta rule"]
+    own = work(QWEN.mixer, "zigzag", 2**18, 16)
+    per_run = found / (own.products + 2 * own.back)
+    again = step(QWEN, WAY, 2**18, slow).times.compute["gated delta rule"]
+    assert again / per_run == pytest.approx(2 * (own.products + own.back))
 
 
 def test_attention_counts_in_the_layers_that_have_it():
@@ -308,7 +358,7 @@ def test_attention_counts_in_the_layers_that_have_it():
         for part in parts:
             kept[part.name] = kept.get(part.name, 0.0) + 52 * share * part.kept
     own = work(NEMOTRON.mixer, "zigzag", 2**18, 16)
-    assert kept["Mamba 2"] == pytest.approx(24 * (2 * shard.tokens * own.numbers + own.states))
+    assert kept["Mamba 2"] == pytest.approx(24 * (2 * shard.tokens * own.kept + own.states))
     assert kept["norms"] == pytest.approx(52 * 8 * shard.tokens * 4096)
     assert kept["MLP"] == pytest.approx(24 * 4 * shard.tokens * 21504)
     held = stack(QWEN, replace(WAY, recompute="attention"), 2**18)["kept attention"]
@@ -316,13 +366,13 @@ def test_attention_counts_in_the_layers_that_have_it():
 
 
 def test_memory_has_the_fragments_of_the_layout_that_runs():
-    """Of a rank in the middle: two fragments on zigzag, one on contiguous, each with two states and A."""
+    """Of a rank in the middle: two fragments on zigzag, one on contiguous, each with a state and A."""
     predicted = step(NEMOTRON, replace(WAY, recompute="none"), 2**18, PLACE)
     zigzag, contiguous = (
         replace(predicted, attention=replace(predicted.attention, layout=layout)).memory["Mamba 2"]
         for layout in UNSCATTERED
     )
-    assert zigzag - contiguous == 24 * 4 * (2 * 128 * 64 * 128 + 128)
+    assert zigzag - contiguous == 24 * 4 * (128 * 64 * 128 + 128)
 
 
 def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
