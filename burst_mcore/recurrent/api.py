@@ -37,13 +37,12 @@ def recurrence(kernel: Recurrence | Heads, tensors: Tensors, shards: Shards, way
         raise ValueError(f"way must be 'states' or 'heads', got {way!r}")
     _check(tensors, kernel.dim, shards, kernel.name)
     with torch.autocast(tensors[0].device.type, enabled=False):  # states stay in float32
-        if isinstance(kernel, Heads):
-            return by_heads(kernel, tensors, shards)
-        if way == "states":
+        if way == "states" and isinstance(kernel, Recurrence):
             return _recurred(kernel, tensors, shards)
-        if kernel.heads is None:
+        heads = kernel.heads if isinstance(kernel, Recurrence) else kernel
+        if heads is None:
             raise ValueError(f"{kernel.name} does not go by heads: set heads=Heads(...), or way='states'")
-        return by_heads(kernel.heads, tensors, shards)
+        return by_heads(heads, tensors, shards)
 
 
 def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
@@ -57,7 +56,8 @@ def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     if not any(shards.scan().programs):
         return torch.cat(outs, kernel.dim)
     begin, end = [each for each in runs if each.last], [each for each in own if 0 < each.place == each.last]
-    middle, dtype, kept = [each for each in own if 0 < each.place < each.last], wide(like.dtype), Kept()
+    middle, dtype = [each for each in own if 0 < each.place < each.last], wide(like.dtype)
+    # The scan finds the state before each other fragment. Its maps have no graph: see `Passed`.
     maps = {each: Map(None, runs[each][1].detach().to(dtype)) for each in begin}
     with torch.no_grad():
         for each in middle:
@@ -67,14 +67,16 @@ def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     trains = any(x.requires_grad for x in (*roots, *(runs[each][1] for each in begin)))
     states = States(kernel.name, kernel.algebra, *shapes, dtype, like.device, trains)
     starts = scanned(shards, states, maps, backward=False)
-    zero = like.new_zeros((), dtype=dtype, requires_grad=trains)  # gradients of states before the middle
+    # Fragments in the middle run from their states, which get gradients by a sum with a zero.
+    kept, zero = Kept(), like.new_zeros((), dtype=dtype, requires_grad=trains)
     before = [starts[each] + zero for each in middle]
     with saved_tensors_hooks(kept.pack, lambda box: box.tensor):
         runs |= {each: kernel.run(pieces[each], x) for each, x in zip(middle, before, strict=True)}
-    passed = [*(runs[each][0] for each in middle), *(starts[each] for each in end), *outs]
+    # Behind `Passed`, which brings states' gradients from the ranks, fragments run that end a document.
+    passed = *(runs[each][0] for each in middle), *(starts[each] for each in end), *outs
     behind, decays = (runs[each][1] for each in (*middle, *begin)), [maps[each].decay for each in middle]
-    tensors = *passed, *before, *behind, *roots
-    passed = Passed.apply((shards, states, kept, begin, middle, end), decays, len(passed), *tensors)  # type: ignore[no-untyped-call]
+    given = (shards, states, kept, begin, middle, end), decays, len(passed)
+    passed = Passed.apply(*given, *passed, *before, *behind, *roots)  # type: ignore[no-untyped-call]
     done = dict(zip((*middle, *end, *runs), passed, strict=False))  # those of the middle end the runs
     done |= {each: kernel.run(pieces[each], done[each])[0] for each in end}
     return torch.cat([done[each] for each in own], kernel.dim) if own else passed[0]

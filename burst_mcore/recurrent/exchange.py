@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
@@ -111,7 +110,7 @@ class Passed(torch.autograd.Function):
                 if "donated buffer" not in str(error):
                     raise
                 kept.fill([x.clone() for x in saved[n:]])  # torch.compile's backward writes into its buffers
-                with functorch.patch(donated_buffer=False):
+                with torch._functorch.config.patch(donated_buffer=False):
                     parts = ahead()
                 kept.fill(saved[n:])
             decays = *map(states.algebra.turned, saved[:n]), *[None] * len(end)
