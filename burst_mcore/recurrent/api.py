@@ -72,14 +72,14 @@ def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     before = [starts[each] + zero for each in middle]
     with saved_tensors_hooks(kept.pack, lambda box: box.tensor):
         runs |= {each: kernel.run(pieces[each], x) for each, x in zip(middle, before, strict=True)}
-    # Behind `Passed`, which brings states' gradients from the ranks, fragments run that end a document.
+    # Behind `Passed`, which brings states' gradients, fragments run that end a document. Clones are no views.
     passed = *(runs[each][0] for each in middle), *(starts[each] for each in end), *outs
     behind, decays = (runs[each][1] for each in (*middle, *begin)), [maps[each].decay for each in middle]
     given = (shards, states, kept, begin, middle, end), decays, len(passed)
     passed = Passed.apply(*given, *passed, *before, *behind, *roots)  # type: ignore[no-untyped-call]
-    done = dict(zip((*middle, *end, *runs), passed, strict=False))  # those of the middle end the runs
-    done |= {each: kernel.run(pieces[each], done[each])[0] for each in end}
-    return torch.cat([done[each] for each in own], kernel.dim) if own else passed[0]
+    done = dict(zip((*middle, *end, *runs), passed, strict=False))  # `runs` lists begins first
+    done |= {each: kernel.run(pieces[each], done[each].clone())[0] for each in end}
+    return torch.cat([done[each] for each in own], kernel.dim) if own else passed[0].clone()
 
 
 def convolution(

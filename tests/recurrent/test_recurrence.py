@@ -287,6 +287,21 @@ def test_a_rank_without_tokens_takes_part_in_every_exchange():
     assert convolved("contiguous", 3, 6, (0, 3), 4) < 1e-11
 
 
+def test_outputs_and_states_may_be_written_over():
+    """On a rank without tokens too, and in a kernel that gets a state."""
+    (x, gradient), rule = tensors("delta rule", 3), RULES["delta rule"]
+
+    def run(own, state, *_):
+        return rule.run(own, None if state is None else state.mul_(1.0))
+
+    def written(own, shards):
+        return recurrence(replace(rule, run=run), own, shards).mul_(1.0)
+
+    found = sharded(written, x, gradient, played("contiguous", 3, 6))
+    want = alone(lambda own: rule.run(own, None)[0], x, gradient, (0, 3))
+    assert error(found, want) < 1e-11
+
+
 def test_tensors_of_other_tokens_are_refused():
     (shards, *_) = played("zigzag", N, 4)
     with pytest.raises(ValueError, match="deals rank 0 12 of 48 tokens, along dimension 1, got"):
