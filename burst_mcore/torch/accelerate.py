@@ -171,16 +171,17 @@ def _labels(own: Any, self: Any, batch_samples: Any, device: Any) -> Any:
 
 @around
 def _without_repeated_rows(own: Any, self: Any, inputs: Any) -> Any:
-    """Trainer._prepare_inputs: an evaluation's last batch has no rows that Accelerate repeats to fill it.
+    """Trainer._prepare_inputs: rows that Accelerate repeats to fill an evaluation's last batch are cut off.
 
-    What a replica reports that has no others is left out, as the last. Preferences have no labels, and stay.
+    A replica whose rows are all repeats keeps them: what it reports comes last, and is cut off there. Batches
+    of other columns than a token a place, or of rows that are not samples, and preferences stay as they are.
     """
-    state = self.accelerator.gradient_state
-    evaluates = not self.model.training and "labels" in inputs and _cp_size(self.accelerator) > 1
-    if evaluates and state.end_of_dataloader and state.remainder > 0:
-        rows = len(inputs["labels"])
-        left = state.remainder - dist.get_rank() // self.get_tp_size() * rows
-        if 0 < left < rows:
-            columns = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
-            inputs = {**inputs, **{name: x[:left] for name, x in columns.items() if x.shape[:1] == (rows,)}}
+    state, rows, ranks = self.accelerator.gradient_state, self.args.eval_batch_size, self.get_tp_size()
+    evaluates = not self.model.training and _cp_size(self.accelerator) > 1 and dist.get_world_size() > ranks
+    if evaluates and state.end_of_dataloader and state.remainder > 0 and "labels" in inputs:
+        left = state.remainder - dist.get_rank() // ranks * rows
+        if 0 < left < rows and all(
+            isinstance(x, Tensor) and x.shape[:-1] == (rows,) for x in inputs.values()
+        ):
+            inputs = {name: x[:left] for name, x in inputs.items()}
     return own(self, inputs)

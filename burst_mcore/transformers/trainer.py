@@ -61,5 +61,6 @@ def rows_of_ranks(x: Tensor) -> list[Tensor]:
 
 
 def _shares(trainer: Any) -> bool:
-    """Return whether ranks share the sequences of a Trainer's model."""
-    return SEQUENCE in vars(trainer.model) and sequence_of(trainer.model).group is not None
+    """Return whether ranks share the sequences of a Trainer's model, compiled or not."""
+    model = getattr(trainer.model, "_orig_mod", trainer.model)
+    return SEQUENCE in vars(model) and sequence_of(model).group is not None

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
 BUDGET = {
-    "burst_mcore": 25815,
-    "burst_mcore.torch": 904,
+    "burst_mcore": 25807,
+    "burst_mcore.torch": 905,
     "burst_mcore.recurrent": 1720,
     "burst_mcore.compat": 131,
     "burst_mcore.rollouts": 420,

@@ -68,8 +68,17 @@ def _by_name(history, *names):
     return {name: [entry[name] for entry in history if name in entry] for name in names}
 
 
-def _trained(folder, cp, data, *, metrics=None, resumed=False, ends=(), **options):
-    """(figures by name, weights); ends: (rows, rows of a batch) of further evaluations."""
+def _in_halves(samples):
+    """Two rows of a batch for each sample."""
+    halves = [{name: x[at : at + 18] for name, x in each.items()} for each in samples for at in (0, 18)]
+    return collated(halves)
+
+
+def _trained(folder, cp, data, *, metrics=None, resumed=False, ends=(), halves=False, **options):
+    """(figures by name, weights).
+
+    ends: (rows, rows of a batch) of further evaluations; halves: whether one more has two rows a sample.
+    """
     from transformers import Trainer
 
     folder = f"{folder}/{cp}"
@@ -86,6 +95,9 @@ def _trained(folder, cp, data, *, metrics=None, resumed=False, ends=(), **option
         trainer.args.per_device_eval_batch_size = batch
         evaluated = trainer.evaluate(data[:rows])
         found[f"{rows} by {batch}"] = evaluated["eval_loss"], evaluated["eval_accuracy"]
+    if halves:
+        trainer.data_collator, trainer.args.per_device_eval_batch_size = _in_halves, 4
+        found["halves"] = trainer.evaluate(data[3:8])["eval_loss"]
     return found, whole_weights(trainer.accelerator.unwrap_model(trainer.model))
 
 
@@ -139,7 +151,7 @@ def test_options_that_are_none(options, error):
 
 def test_a_trainer(tmp_path):
     options = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
-    _held(str(tmp_path), 2, {"data": dataset(8, tokens=37), "metrics": _accuracy, **options})
+    _held(str(tmp_path), 2, {"data": dataset(8, tokens=37), "metrics": _accuracy, "halves": True, **options})
 
 
 @pytest.mark.slow
