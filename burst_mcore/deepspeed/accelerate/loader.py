@@ -90,7 +90,6 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if self._dispatched:
             dl.state = SimpleNamespace(num_processes=1, process_index=dist.get_rank(), device=dl.state.device)
             dl.slice_fn = lambda batch, *_, **__: batch
-        self._shared: Iterator[dict[str, Any]] | None = None
         self._newest: Any = None
         """The batch that Accelerate read last, one ahead of the batch that it hands out."""
         if (inner := getattr(dl, "base_dataloader", None)) is not None:
@@ -105,15 +104,6 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def __len__(self) -> int:
         dropped = self._dispatched and self.dl._drop_last and not self.evaluates
         return (super().__len__() + (0 if dropped else self.loads - 1)) // self.loads
-
-    def __next__(self) -> dict[str, Any]:
-        """Return the next batch of one iteration, of all calls as in Ulysses; another follows its end."""
-        self._shared = self._shared or iter(self)
-        try:
-            return next(self._shared)
-        except StopIteration:
-            self._shared = None
-            raise
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sequence = _sequences.get(id(self.group))
