@@ -94,9 +94,10 @@ class _Position(Generic[T]):
         current, incoming, onward = self.start, "", places.start == 0 and i < self.nodes - 1
         home_next = self.gradients and 0 < i == self.nodes - 1  # the bundles of the own node come next
         # A sum or a bundle on its way between nodes is held twice, and they share a link. So the sum comes in
-        # the first half of a round, and the bundle leaves then. In a last round of two places, the node's own
-        # bundle comes in the second half.
-        early = self.intra // 2 if self.gradients and i > 1 and (onward or self.intra == 2) else 0
+        # the first half of a round, rounded up: it is the longer one. The bundle leaves then. In a last round
+        # of two places, the node's own bundle comes in the second half.
+        turns = self.gradients and i > 1 and self.intra > 1 and (onward or self.intra == 2)
+        early = (self.intra + 1) // 2 if turns else 0
         for j in places:
             source, arriving = self.held(i, j), ""
             if onward and j == early:
