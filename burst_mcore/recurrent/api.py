@@ -63,10 +63,10 @@ def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
         for each in middle:
             decay, (_, state) = kernel.decay(pieces[each]), kernel.run(pieces[each], None)
             maps[each] = Map(decay.to(dtype), state.to(dtype))
-    shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
-    trains = any(x.requires_grad for x in (*roots, *(runs[each][1] for each in begin)))
-    states = States(kernel.name, kernel.algebra, *shapes, dtype, like.device, trains)
-    starts = scanned(shards, states, maps, backward=False)
+        shapes = tuple(kernel.state_shape(tensors)), tuple(kernel.decay_shape(tensors))
+        trains = any(x.requires_grad for x in (*roots, *(runs[each][1] for each in begin)))
+        states = States(kernel.name, kernel.algebra, *shapes, dtype, like.device, trains)
+        starts = scanned(shards, states, maps, backward=False)
     # Fragments in the middle run from their states, which get gradients by a sum with a zero.
     kept, zero = Kept(), like.new_zeros((), dtype=dtype, requires_grad=trains)
     before = [starts[each] + zero for each in middle]
@@ -75,8 +75,8 @@ def _recurred(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     # Behind `Passed`, which brings states' gradients, fragments run that end a document. Clones are no views.
     passed = *(runs[each][0] for each in middle), *(starts[each] for each in end), *outs
     behind, decays = (runs[each][1] for each in (*middle, *begin)), [maps[each].decay for each in middle]
-    given = (shards, states, kept, begin, middle, end), decays, len(passed)
-    passed = Passed.apply(*given, *passed, *before, *behind, *roots)  # type: ignore[no-untyped-call]
+    of, tensors = (shards, states, kept, begin, middle, end), (*passed, *before, *behind, *roots)
+    passed = Passed.apply(of, decays, len(passed), *tensors)  # type: ignore[no-untyped-call]
     done = dict(zip((*middle, *end, *runs), passed, strict=False))  # `runs` lists begins first
     done |= {each: kernel.run(pieces[each], done[each].clone())[0] for each in end}
     return torch.cat([done[each] for each in own], kernel.dim) if own else passed[0].clone()
@@ -106,13 +106,10 @@ def convolution(
     halo = halo_of(x, dim, shards, reach) if some else x.new_zeros(resized(x, dim, reach * len(own)))
     if not own:
         return x + halo.sum().to(x.dtype)
-    parts, kept, start = [], [], 0
-    for number, each in enumerate(own):
-        rows = each.fragment.rows
-        parts += [halo.narrow(dim, number * reach, reach), x.narrow(dim, rows.start, len(rows))]
-        kept.append(range(start + reach, start := start + reach + len(rows)))
-    out = convolve(torch.cat(parts, dim))
-    return torch.cat([out.narrow(dim, rows.start, len(rows)) for rows in kept], dim)
+    lengths = [len(each.fragment.rows) for each in own]
+    pairs = zip(halo.split(reach, dim), x.split(lengths, dim), strict=True)
+    outs = convolve(torch.cat([part for pair in pairs for part in pair], dim))
+    return torch.cat(outs.split([n for length in lengths for n in (reach, length)], dim)[1::2], dim)
 
 
 def _check(tensors: Tensors, dim: int, shards: Shards, name: str) -> None:

@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from burst_mcore.agreement import Signature
@@ -73,6 +72,21 @@ class Kept:
         for number, box in self._boxes.items():
             box.tensor = saved[number]
 
+    def ahead(self, saved: Sequence[Tensor], *ends: Any) -> Bundle:
+        """Go back through the runs and keep their graph: ends are outputs, the states before, gradients."""
+        through = partial(torch.autograd.grad, *ends, retain_graph=True)
+        self.fill(saved)
+        try:
+            return through()
+        except RuntimeError as error:
+            if "donated buffer" not in str(error):
+                raise
+        self.fill([x.clone() for x in saved])  # a compiled run's backward writes into its buffers
+        with torch._functorch.config.patch(donated_buffer=False):
+            gradients = through()
+        self.fill(saved)
+        return gradients
+
 
 class Passed(torch.autograd.Function):
     """Outputs and states as they come. Backward gives the states behind fragments their gradients.
@@ -84,10 +98,10 @@ class Passed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, of: tuple[Any, ...], decays: Bundle, many: int, *tensors: Tensor) -> Bundle:
-        """Return the first `many` tensors: outputs of fragments in the middle, states before ends, others.
+        """Return the first `many` of the tensors.
 
-        of: shards, states, what runs kept, and the fragments that begin, are in the middle, and end. Further
-        tensors: states before the middle, those behind the middle and beginnings, and roots of them all.
+        of: shards, states, `Kept`, fragments that begin, are in the middle, end. tensors: outputs of the
+        middle, states before ends, other outputs; states before the middle, behind it and beginnings; roots.
         """
         ctx.of, kept = of, of[2]
         # All ranks save some tensor: in a checkpoint all recompute before they meet in backward.
@@ -96,29 +110,24 @@ class Passed(torch.autograd.Function):
         return tensors[:many]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         shards, states, kept, begin, middle, end = ctx.of
         edges, many, n = [GradientEdge(*edge) for edge in ctx.next_functions], len(gradients), len(middle)
         _, *saved = ctx.saved_tensors  # once: torch's checkpoints allow no more
-        kept.fill(saved[n:])
-        ahead = partial(torch.autograd.grad, edges[:n], edges[many : many + n], gradients[:n], True)
         with torch.autocast(states.device.type, enabled=False):  # forward runs without, in `recurrence`
-            try:
-                parts = ahead() if n else ()
-            except RuntimeError as error:
-                if "donated buffer" not in str(error):
-                    raise
-                kept.fill([x.clone() for x in saved[n:]])  # torch.compile's backward writes into its buffers
-                with torch._functorch.config.patch(donated_buffer=False):
-                    parts = ahead()
-                kept.fill(saved[n:])
+            of_middle = kept.ahead(saved[n:], edges[:n], edges[many : many + n], gradients[:n]) if n else ()
+            of_starts = (x.to(states.dtype) for x in (*of_middle, *gradients[n : n + len(end)]))
             decays = *map(states.algebra.turned, saved[:n]), *[None] * len(end)
-            of_starts = (x.to(states.dtype) for x in (*parts, *gradients[n : n + len(end)]))
             maps = dict(zip((*middle, *end), map(Map, decays, of_starts), strict=True))
             behind = scanned(shards, states, maps, backward=True)
-        found = *[None] * 3, *gradients, *[None] * n, *(behind[each] for each in (*middle, *begin))
-        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+        of_tensors = *gradients, *[None] * n, *(behind[each] for each in (*middle, *begin))
+        return *[None] * 3, *of_tensors, *[None] * (len(ctx.needs_input_grad) - 3 - len(of_tensors))
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():  # only with create_graph: torch would drop terms silently
+        raise RuntimeError("recurrences and convolutions over shards have no second derivative")
 
 
 def scanned(shards: Shards, states: States, maps: dict[Own, Map], *, backward: bool) -> dict[Own, Tensor]:
@@ -241,11 +250,13 @@ class MovedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, moves: RowMoves, back: bool, *tensors: Tensor) -> Bundle:
         ctx.moves, ctx.back = moves, back
+        ctx.save_for_backward(torch.empty(0))  # as `Passed`: in a checkpoint all ranks recompute
         return moves.carried(tensors, "forward", back)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        assert ctx.saved_tensors
         return None, None, *ctx.moves.carried(gradients, "backward", not ctx.back)
 
 

@@ -173,8 +173,7 @@ def _labels(own: Any, self: Any, batch_samples: Any, device: Any) -> Any:
 def _without_repeated_rows(own: Any, self: Any, inputs: Any) -> Any:
     """Trainer._prepare_inputs: rows that Accelerate repeats to fill an evaluation's last batch are cut off.
 
-    A replica whose rows are all repeats keeps them: what it reports comes last, and is cut off there. Batches
-    of other columns than a token a place, or of rows that are not samples, and preferences stay as they are.
+    Where they are all that a replica has, its report is cut off. Rows that are no samples stay as they are.
     """
     state, rows, ranks = self.accelerator.gradient_state, self.args.eval_batch_size, self.get_tp_size()
     evaluates = not self.model.training and _cp_size(self.accelerator) > 1 and dist.get_world_size() > ranks

@@ -13,8 +13,8 @@ PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
 BUDGET = {
     "burst_mcore": 25807,
-    "burst_mcore.torch": 905,
-    "burst_mcore.recurrent": 1720,
+    "burst_mcore.torch": 904,
+    "burst_mcore.recurrent": 1728,
     "burst_mcore.compat": 131,
     "burst_mcore.rollouts": 420,
     "burst_plan": 6000,

@@ -93,9 +93,9 @@ def test_gradients_of_states_are_in_float32_where_backward_runs_under_autocast(m
     everyone, scanned, seen = played("contiguous", N, 4), exchange.scanned, []
 
     def noting(*given, **how):
-        found = scanned(*given, **how)
-        seen.extend((torch.is_autocast_enabled("cpu"), each.dtype) for each in found.values())
-        return found
+        states = scanned(*given, **how)
+        seen.extend((torch.is_autocast_enabled("cpu"), each.dtype) for each in states.values())
+        return states
 
     def rank(r):
         how = {"rank": r, "size": 4, "layout": "contiguous"}
@@ -110,7 +110,7 @@ def test_gradients_of_states_are_in_float32_where_backward_runs_under_autocast(m
 
 
 def storages(function):
-    """(its result, bytes of what it saves for backward, each storage once)"""
+    """(the result of a function, bytes of the tensors saved for backward: each storage counts once)"""
     held = {}
 
     def keep(x):
@@ -118,8 +118,8 @@ def storages(function):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        found = function()
-    return found, sum(each.nbytes() for each in held.values())
+        result = function()
+    return result, sum(each.nbytes() for each in held.values())
 
 
 def test_a_fragment_in_the_middle_saves_one_run_and_its_decay():
@@ -287,6 +287,23 @@ def test_a_rank_without_tokens_takes_part_in_every_exchange():
     assert convolved("contiguous", 3, 6, (0, 3), 4) < 1e-11
 
 
+def test_a_checkpoint_of_a_convolution_alone_is_made_again_by_a_rank_without_tokens():
+    x, gradient = torch.randn(
+        2, 1, 2, 3, dtype=torch.float64
+    )  # [values and gradient, batch, channels, tokens]
+    weight = torch.rand(2, 1, 3, dtype=torch.float64)
+
+    def alone_in_it(own, shards):
+        def convolved_(y):
+            return convolution(lambda z: conv1d(pad(z, (2, 0)), weight, groups=2), y, 3, shards, 2)
+
+        return checkpoint(convolved_, *own, use_reentrant=False)
+
+    found = sharded(alone_in_it, (x,), gradient, played("contiguous", 3, 6), 2)
+    want = alone(lambda own: conv1d(pad(own[0], (2, 0)), weight, groups=2), (x,), gradient, (0, 3), 2)
+    assert error(found, want) < 1e-11
+
+
 def test_outputs_and_states_may_be_written_over():
     """On a rank without tokens too, and in a kernel that gets a state."""
     (x, gradient), rule = tensors("delta rule", 3), RULES["delta rule"]
@@ -300,6 +317,24 @@ def test_outputs_and_states_may_be_written_over():
     found = sharded(written, x, gradient, played("contiguous", 3, 6))
     want = alone(lambda own: rule.run(own, None)[0], x, gradient, (0, 3))
     assert error(found, want) < 1e-11
+
+
+def test_gradients_of_gradients_are_refused():
+    def rank(r, function):
+        own = tuple(x.detach().requires_grad_() for x in (y[:, : N // 2] for y in x))
+        with pytest.raises(RuntimeError, match="have no second derivative"):
+            torch.autograd.grad(function(own, everyone[r]).sum(), own, create_graph=True, allow_unused=True)
+
+    (x, _), everyone = tensors("delta rule"), played("zigzag", N, 2)
+    weight = torch.rand(H * V, 1, 3, dtype=torch.float64)
+
+    def convolved_values(own, shards):
+        return convolution(
+            lambda y: conv1d(pad(y, (2, 0)), weight, groups=H * V), own[2].flatten(2).mT, 3, shards, 2
+        )
+
+    for function in (partial(whole, RULES["delta rule"]), convolved_values):
+        threads(2, partial(rank, function=function))
 
 
 def test_tensors_of_other_tokens_are_refused():
