@@ -28,13 +28,13 @@ class Work(NamedTuple):
     products: float
     """In forward, besides those of matrices."""
     back: float
-    """Of these, what backward makes two gradients of, twice in the middle: all but A's."""
+    """Those of the runs that backward goes through: all but A's, and twice those of the middle."""
     kept: float
     """What waits for backward: of one run, since A and B have no graph."""
     states: float
     """Bytes of states and of A that fragments keep."""
-    moved: float
-    """What further runs, and scans by doubling, move besides."""
+    moved: tuple[float, float]
+    """Numbers that further runs, and scans by doubling, write and read besides: in forward, in backward."""
 
 
 @lru_cache(maxsize=1024)
@@ -48,10 +48,11 @@ def work(mixer: Mixer, layout: str, seq: int, ranks: int) -> Work:
         again[each.rank] += len(each.rows) * (not each.begins and not each.ends)
     sizes, share = mixer.recurrence, max(again.values()) * ranks / padded
     back = mixer.width * mixer.channels + sizes.kernel * (1 + share)
-    runs = share * (2 if sizes.maps else 1)  # once more for B, and for A where that is a matrix
+    further = share * (2 if sizes.maps else 1), share  # for B, and for A where that is a matrix; once more
     states = 4.0 * max(own.values()) * (sizes.state + sizes.decay) * (ranks > 1)
-    moved = sizes.doubled * ceil(log2(longest)) * (1 + runs) + 2 * sizes.run * runs  # written and read
-    return Work(back + sizes.maps * share, back, mixer.kept + sizes.run, states, moved)
+    doubled = sizes.doubled * ceil(log2(longest))
+    forth, home = (doubled * (1 + runs) + 2 * sizes.run * runs for runs in further)
+    return Work(back + sizes.maps * share, back, mixer.kept + sizes.run, states, (forth, home))
 
 
 @lru_cache(maxsize=1024)

@@ -124,9 +124,9 @@ def _mixed(
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of recurrences or convolutions, by products or memory, and of a pass' exchanges."""
     own, passes = work(mixer, layout, seq, way.cp), way.micro * mixer.layers
-    memory = 2.0 * (KEPT * own.kept + own.moved) / rates.memory
-    token = (FORWARD + way.recomputes * FORWARD) * max(2 * own.products / rate, memory)
-    token += BACKWARD * max(2 * own.back / rate, memory)
+    forth, home = (2.0 * (KEPT * own.kept + moved) / rates.memory for moved in own.moved)
+    token = (FORWARD + way.recomputes * FORWARD) * max(2 * own.products / rate, forth)
+    token += BACKWARD * max(2 * own.back / rate, home)
     there = exchanges(mixer, layout, seq, way.ring(cluster), rates) if way.cp > 1 else {}
     return passes * seq / way.cp * token, {name: passes * seconds for name, (_, seconds) in there.items()}
 

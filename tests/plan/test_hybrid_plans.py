@@ -242,10 +242,11 @@ def test_a_scan_by_doublings_moves_memory_as_often_as_it_doubles():
     unit = _linear_unit(2560, 10, 4, 2560)
     for layout in UNSCATTERED:
         further = 2 * unit.recurrence.run  # what the run for B writes and reads
-        assert work(unit, layout, 2**17, 8).moved == 2 * 14 * 26 * 2560 + further
-    assert work(unit, "zigzag", 2**17, 1).moved == 17 * 26 * 2560
-    assert work(QWEN.mixer, "zigzag", 2**17, 1).moved == 0
-    assert work(QWEN.mixer, "zigzag", 2**17, 8).moved == 2 * 2 * QWEN.mixer.recurrence.run  # for B and for A
+        assert work(unit, layout, 2**17, 8).moved == (2 * 14 * 26 * 2560 + further,) * 2
+    assert work(unit, "zigzag", 2**17, 1).moved == (17 * 26 * 2560,) * 2
+    assert work(QWEN.mixer, "zigzag", 2**17, 1).moved == (0, 0)
+    run = 2 * QWEN.mixer.recurrence.run
+    assert work(QWEN.mixer, "zigzag", 2**17, 8).moved == (2 * run, run)  # for B and for A; backward once more
 
 
 def test_each_step_of_a_scan_waits_for_its_busiest_rank():
@@ -332,9 +333,9 @@ def test_runs_of_a_kernel_and_backwards_through_them_are_as_often_as_counted():
 def test_time_of_a_recurrence_counts_backward_apart():
     """Where products take longer than memory: two gradients of two runs, and a forward of three."""
     slow = replace(PLACE, rates=replace(H100.rates, memory=1e18))
-    found = step(QWEN, replace(WAY, recompute="none"), 2**18, slow).times.compute["gated delta rule"]
+    seconds = step(QWEN, replace(WAY, recompute="none"), 2**18, slow).times.compute["gated delta rule"]
     own = work(QWEN.mixer, "zigzag", 2**18, 16)
-    per_run = found / (own.products + 2 * own.back)
+    per_run = seconds / (own.products + 2 * own.back)
     again = step(QWEN, WAY, 2**18, slow).times.compute["gated delta rule"]
     assert again / per_run == pytest.approx(2 * (own.products + own.back))
 
