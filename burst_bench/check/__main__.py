@@ -32,10 +32,11 @@ def judged(check: Check, results: Results) -> Iterator[tuple[Bar, dict[str, Any]
         refused = [entry for entry in results.refused if entry["method"] == claim.method]
         reasons = [entry["error"] for entry in results.errors]
         reasons += [f"{entry['method']}: {entry['reason']}" for entry in refused]
-        found = replace(claim, value=statistics.median(samples or [math.nan]))
-        yield found, {
-            "claim": claim.claim, "predicted": claim.predicted, "measured": found.value if samples else None,
-            "bar": claim.bound, "ok": bool(samples) and (found.reached or results.device == "cpu"),
+        measured = replace(claim, value=statistics.median(samples or [math.nan]))
+        yield measured, {
+            "claim": claim.claim, "predicted": claim.predicted,
+            "measured": measured.value if samples else None, "bar": claim.bound,
+            "ok": bool(samples) and (measured.reached or results.device == "cpu"),
             "reason": None if samples else "; ".join(reasons) or f"no {claim.meter} of {claim.method}",
         }  # fmt: skip
 

@@ -85,10 +85,10 @@ class Row:
     def of(cls, entries: Mapping[str, Any]) -> Row:
         """Return the row of a JSON object; entries that are no fields, or null, are left out."""
         names = [field.name for field in fields(cls)]
-        given = {name: entries[name] for name in names if entries.get(name) is not None}
-        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]:
+        values = {name: entries[name] for name in names if entries.get(name) is not None}
+        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]:
             raise ValueError(f"has no {', '.join(missing)}")
-        return cls(**given)
+        return cls(**values)
 
     @property
     def figure(self) -> str:

@@ -482,7 +482,7 @@ def _streamed(rank, size, ends, longer=0):
     from accelerate.utils import DeepSpeedPlugin
 
     quiet()
-    grouped, found = size == 4, []
+    grouped, of_streams = size == 4, []
     if grouped:
         burst.replace_ulysses()
     for count, batch, drop in ends:
@@ -506,9 +506,9 @@ def _streamed(rank, size, ends, longer=0):
         epochs = [[b["row"].flatten().tolist() for b in each] for each in (loader, loader, counted)]
         rest = [b["row"].flatten().tolist() for b in accelerator.skip_first_batches(loader, 1)]
         assert len(counted) == len(epochs[2])
-        found.append((epochs, rest))
+        of_streams.append((epochs, rest))
         forget()
-    return found
+    return of_streams
 
 
 @pytest.mark.slow
