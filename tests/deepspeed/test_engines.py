@@ -4,8 +4,10 @@ import logging
 
 import deepspeed
 import pytest
+import torch
 from engines import config_of, dataset, model_of, plain, quiet, start, trained, worst
 from ranks import processes
+from safetensors.torch import load_file
 
 import burst_mcore.deepspeed as burst
 
@@ -80,3 +82,29 @@ def test_a_plain_engine_beside_ours_keeps_its_own_groups():
     for found in processes(2, _plain_after, [1, 2, 3]):
         for gradients in found.values():
             assert worst(gradients, want) < 1e-5
+
+
+def _saved(rank, size, folder):
+    """Save the model of an engine after a step whose learning rate is 0, as the Trainer does."""
+    config = config_of(3, size, checkpointing={"policy": "segment", "keep": 0.5})
+    config["optimizer"]["params"]["lr"] = 0.0
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    engine, loader = start(config, dataset(1))
+    for batch in loader:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    engine.save_16bit_model(folder, "weights.bin")
+    if rank == 0:
+        engine.module.save_pretrained(folder, state_dict=torch.load(f"{folder}/weights.bin"))
+    engine.destroy()
+
+
+def test_a_model_that_is_saved_is_a_plain_one(tmp_path):
+    """Names of weights and config.json are those that vLLM and from_pretrained know."""
+    processes(2, _saved, str(tmp_path / "ours"))
+    model = model_of()
+    model.save_pretrained(tmp_path / "plain")
+    ours, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "plain"))
+    assert worst(ours, plain) == 0  # and the names are the same
+    ours, plain = ((tmp_path / name / "config.json").read_text() for name in ("ours", "plain"))
+    assert ours == plain and "burst" not in ours

@@ -1,6 +1,7 @@
 """README and docs are run: every python block, every command and every link that they name."""
 
 import ast
+import importlib
 import itertools
 import json
 import os
@@ -149,6 +150,14 @@ def test_what_is_named_exists(page):
         assert (page.parent / link).exists(), link
     for path in re.findall(r"`((?:burst_\w+|tests|docs)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_both_pages_of_frameworks_have_the_same_table_of_calls():
+    pages = [(ROOT / "docs" / "frameworks" / name).read_text() for name in ("deepspeed.md", "torch.md")]
+    here, there = (re.search(r"^## Which call is yours\n.*?(?=^## )", page, re.M | re.S)[0] for page in pages)
+    assert here == there and here.count("|") > 12
+    for path in re.findall(r"`burst_mcore\.(\w+)\.(\w+)\(", here):
+        assert hasattr(importlib.import_module(f"burst_mcore.{path[0]}"), path[1]), path
 
 
 def test_every_page_is_in_the_menu_of_the_manual():

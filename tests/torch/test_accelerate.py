@@ -4,12 +4,13 @@ import os
 
 import numpy as np
 import pytest
+import recipes
 import torch
 import torch.distributed as dist
-from causal_lms import THREE_STEPS, dataset, model_of, worst
+from causal_lms import THREE_STEPS, VOCABULARY, dataset, model_of, worst
 from loops import whole_weights
 from ranks import processes
-from trl_data import preferences, texts, tokenizer
+from trl_data import preferences, texts, tokenizer, words
 
 from burst_mcore.torch import RefusedError, replace_context_parallel, restore_context_parallel
 from burst_mcore.transformers.data.batches import collated
@@ -17,6 +18,8 @@ from burst_mcore.transformers.data.batches import collated
 pytest.importorskip("accelerate")
 
 CP = 2
+GROUP = 4
+"""Rollouts of a prompt."""
 ENDS = [(5, 2), (7, 2), (1, 2), (6, 2), (5, 4), (3, 4)]
 """(rows, rows of a batch) of evaluations: replicas have another number of the last rows, or none."""
 
@@ -30,7 +33,7 @@ def _forget():
 
 def _have_fsdp_on_cpus():
     """Accelerate takes FSDP for GPUs alone: here its state says FSDP, and all else is its own."""
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     own = AcceleratorState.__init__
@@ -39,6 +42,7 @@ def _have_fsdp_on_cpus():
         own(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as its own does
 
     AcceleratorState.__init__ = __init__
 
@@ -228,6 +232,96 @@ def test_trl(tmp_path, kind, ranks, options):
         for name, values in want.items():
             assert said[name] == pytest.approx(values, rel=2e-4, abs=1e-6), name
         assert worst(weights, theirs) < 3e-6
+
+
+def _first_of_a_sequence():
+    return not dist.is_initialized() or dist.get_rank() % CP == 0
+
+
+def _rewards(completion_ids, **_):
+    """A number each; ranks of a sequence but the first judge otherwise, as a model might."""
+    found = [sum(ids) / 100 % 3 for ids in completion_ids]
+    return found if _first_of_a_sequence() else found[::-1]
+
+
+def _rollouts(prompts, trainer):
+    """Completions of lengths of their own; ranks of a sequence but the first get others, as of a server."""
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    found = []
+    for i, prompt in enumerate(ids):
+        draw = torch.Generator().manual_seed(sum(prompt) + i % GROUP if _first_of_a_sequence() else 99)
+        found.append(torch.randint(3, VOCABULARY, (7 + 3 * (i % GROUP),), generator=draw).tolist())
+    return {"prompt_ids": ids, "completion_ids": found, "logprobs": None}
+
+
+def _grpo(folder, cp, generates=False, **options):
+    """(figures of TRL's GRPO by name, weights); prompts have one length where transformers generates."""
+    import trl
+    from datasets import Dataset
+
+    settings = {
+        **THREE_STEPS, "output_dir": folder, "bf16": False, "num_generations": GROUP, "beta": 0.04,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_completion_length": 12,
+        "per_device_eval_batch_size": GROUP, "eval_strategy": "epoch",
+    }  # fmt: skip
+    if cp is not None:
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
+    draw = torch.Generator().manual_seed(5)
+    lengths = [11 if generates else 11 + 4 * (i % 3) for i in range(8)]
+    model, kind = model_of(), trl.GRPOTrainer
+    model.config._name_or_path = f"{folder}/reference"
+    args = trl.GRPOConfig(**{**settings, **options})
+    if cp is not None:
+        names = recipes.run("class SequenceGRPOTrainer")
+        args, kind = names["over_sequences"](args, cp), names["SequenceGRPOTrainer"]
+    trainer = kind(
+        model, _rewards, args=args, processing_class=tokenizer(),
+        train_dataset=Dataset.from_list([{"prompt": words(n, draw)} for n in lengths]),
+        eval_dataset=Dataset.from_list([{"prompt": words(n, draw)} for n in lengths]),
+        rollout_func=None if generates else _rollouts,
+    )  # fmt: skip
+    trainer.train()
+    figures = _by_name(trainer.state.log_history, "loss", "grad_norm", "kl", "entropy", "reward")
+    evaluated = trainer.evaluate()
+    figures |= {name: evaluated[name] for name in ("eval_loss", "eval_reward")}
+    return figures, whole_weights(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def _grpo_of_ranks(rank, size, folder, options):
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29513")
+    _have_fsdp_on_cpus()
+    _forget()
+    odd = {"scale_rewards": "batch"}, {"top_entropy_quantile": 0.5}, {"per_device_train_batch_size": 3}
+    for more in odd if size == CP else ():
+        with pytest.raises(ValueError, match="would count a row once for each rank|must hold whole groups"):
+            _grpo(folder, CP, **{**options, **more})
+        _forget()
+    return _grpo(folder, CP, **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"num_iterations": 2, "max_steps": 4}),
+        pytest.param(2, {"generates": True, "loss_type": "grpo"}, marks=pytest.mark.slow),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_grpo_of_the_page_of_recipes(tmp_path, ranks, options):
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    _forget()
+    replicas = ranks // CP
+    more = {"per_device_train_batch_size": 2 * replicas, "per_device_eval_batch_size": GROUP * replicas}
+    model_of().save_pretrained(tmp_path / "reference")
+    want, theirs = _grpo(str(tmp_path), None, **{**options, **more})
+    for name in ("kl", "entropy") if ranks > CP else ():  # TRL's means of micro-batches, whose rows differ
+        del want[name]
+    for said, weights in processes(ranks, _grpo_of_ranks, str(tmp_path), options):
+        for name, values in want.items():
+            assert said[name] == pytest.approx(values, rel=2e-4, abs=1e-6), name
+        assert worst(weights, theirs) < 1e-6
 
 
 @pytest.mark.slow

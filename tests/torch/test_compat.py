@@ -1,5 +1,7 @@
 """The stand-in for ring-flash-attention, and a recipe's function, under the lines of stacks."""
 
+from types import SimpleNamespace
+
 import pytest
 import recipes
 import torch
@@ -98,6 +100,7 @@ def _by_the_recipe(rank, size, kind):
     place = {"position_ids": torch.arange(4)[None]}
     for odd in (
         {},
+        {"is_causal": True},
         {"position_ids": torch.zeros(2, 4)},
         {**place, "dropout": 0.1},
         {**place, "is_causal": False},
@@ -109,15 +112,32 @@ def _by_the_recipe(rank, size, kind):
 
 def _as_verl_calls(rank, size, kind):
     """Its workers put the function of its own module in transformers' place, and the recipe has set that."""
+    from transformers import modeling_flash_attention_utils
     from transformers.integrations import flash_attention
 
-    calls = []
+    calls, of_towers = [], []
+    modeling_flash_attention_utils._flash_attention_forward = lambda *args, **kwargs: (
+        of_towers.append((args, kwargs)) or args[0] + 1  # transformers' own, which is not here
+    )
     module = recipes.stand_in("verl.models.transformers.monkey_patch", _ulysses_flash_attention_forward=None)
     recipes.run("import monkey_patch", flash_attention_forward=_counted(calls))
     flash_attention._flash_attention_forward = module._ulysses_flash_attention_forward
     _, _, *found = _of_a_part(rank, size, kind)
-    assert len(calls) == 2
+    assert len(calls) == 2 and not of_towers
+    _as_a_tower_calls(flash_attention.flash_attention_forward, of_towers)
     return found
+
+
+def _as_a_tower_calls(attend, reached):
+    """A vision tower gives no position_ids and attends both ways: transformers' own gets the call."""
+    tower = torch.nn.Linear(1, 1)
+    tower.is_causal, tower.config = False, SimpleNamespace(_attn_implementation="flash_attention_2")
+    q, ends = torch.randn(1, 2, 12, 8), torch.tensor([0, 4, 12])
+    out, _ = attend(tower, q, q, q, None, scaling=0.3, dropout=0.1, cu_seq_lens_q=ends)
+    (((query, *_), named),) = reached
+    assert query.equal(q.transpose(1, 2)) and out.equal(query + 1)
+    assert named["softmax_scale"] == 0.3 and named["dropout"] == 0.1 and not named["is_causal"]
+    assert named["cu_seq_lens_q"] is ends and named.get("position_ids") is None
 
 
 def test_names_of_the_page_are_those_that_stacks_import():

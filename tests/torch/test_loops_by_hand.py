@@ -12,7 +12,7 @@ from loops import CLIP, RATE, Case, by_hand, one_process, samples, whole_weights
 from ranks import processes, torchrun
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from burst_mcore.torch import parallelize
 
@@ -129,6 +129,36 @@ def test_gradients_that_fsdp_adds():
 
 
 @pytest.mark.slow
+def _under_fsdp_1(rank, size, original):
+    """As `by_hand`, under FullyShardedDataParallel; a CPU is no accelerator to it unless it is named."""
+    mesh, case = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), Case({"cp": size})
+    model = model_of()
+    cp = parallelize(model, mesh, reduction="mean")
+    engine = FullyShardedDataParallel(
+        model, device_mesh=mesh, use_orig_params=original, device_id=torch.device("cpu")
+    )
+    optimizer = torch.optim.SGD(engine.parameters(), lr=RATE)
+    losses, norms = [], []
+    for batch in samples(case):
+        loss = engine(**cp.deal(batch)).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(engine.clip_grad_norm_(CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with FullyShardedDataParallel.summon_full_params(engine):
+        return losses, norms, whole_weights(model)
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_fsdp_1_whose_means_are_said(original):
+    losses, norms, weights = one_process(Case({"cp": 2}))
+    for mine in processes(2, _under_fsdp_1, original):
+        assert mine[0] == pytest.approx(losses, rel=2e-6)
+        assert mine[1] == pytest.approx(norms, rel=1e-5)
+        assert worst(mine[2], weights) < 1e-6
+
+
 def test_the_example_trains_and_goes_on_after_a_save_that_was_cut_short(tmp_path):
     """Over CP 2 its losses are those of one process; a checkpoint without .metadata is not one."""
     (tmp_path / "text").write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(400)))

@@ -11,11 +11,13 @@ import pytest
 import torch
 from causal_lms import VOCABULARY, dataset, model_of, worst
 from ranks import processes
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
@@ -150,6 +152,64 @@ def _wrapped(rank, size, order):
 
 def _rows():
     return {name: torch.stack([sample[name] for sample in dataset(2, tokens=29)]) for name in dataset(1)[0]}
+
+
+def _saved(rank, size, folder):
+    """Train a step over ranks, and save the model as for vLLM."""
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model = model_of()
+    cp = parallelize(model, mesh, checkpointing="segment")
+    fully_shard(model, mesh=mesh)
+    model(**cp.deal(_rows()), use_cache=False).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=whole)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=weights)
+
+
+def test_a_model_that_is_saved_is_a_plain_one(tmp_path):
+    processes(2, _saved, str(tmp_path / "ours"))
+    model = model_of()
+    model.save_pretrained(tmp_path / "plain")
+    ours, plain = ((tmp_path / name / "config.json").read_text() for name in ("ours", "plain"))
+    assert ours == plain and "burst" not in ours
+    ours, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "plain"))
+    assert worst(ours, plain) == 0  # and the names are the same
+    again = type(model).from_pretrained(tmp_path / "ours")
+    torch.testing.assert_close(again(**_rows()).loss, model(**_rows()).loss)
+
+
+def _loss_with_a_critic(policy, batch, whole):
+    """(the model's loss with that of a head on its hidden states, gradients); whole makes rows of parts."""
+    torch.manual_seed(3)
+    head = nn.Linear(policy.config.hidden_size, 1)
+    if whole is not None:
+        policy, head = DistributedDataParallel(policy), DistributedDataParallel(head)
+    out = policy(**batch, output_hidden_states=True)
+    values = head(out.hidden_states[-1])
+    values = values if whole is None else whole(values, 29)
+    loss = out.loss + (values - torch.arange(29.0)[:, None]).square().mean() / 50
+    loss.backward()
+    modules = [getattr(module, "module", module) for module in (policy, head)]
+    return loss.item(), {
+        f"{i} {name}": p.grad for i, module in enumerate(modules) for name, p in module.named_parameters()
+    }
+
+
+def _critic(rank, size):
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    model = model_of()
+    cp = parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
+    return _loss_with_a_critic(model, cp.deal(_rows()), cp.gather)
+
+
+def test_a_head_on_hidden_states_beside_the_loss():
+    want, gradients = _loss_with_a_critic(model_of(), _rows(), None)
+    for loss, found in processes(2, _critic):
+        assert loss == pytest.approx(want, rel=1e-6)
+        assert worst(found, gradients) < 4e-6
 
 
 def _dealing(rank, size):

@@ -1,5 +1,6 @@
 """Recipes of stacks whose attention takes one packed row, held to dense attention and to one process."""
 
+import math
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -26,6 +27,8 @@ RUN = {
     "class BurstVarlenAttention": "test_recipes",
     "import magi": "test_recipes",
     "def burst_glm_spec": "test_core_attention",
+    "own_mesh = SequenceParallel": "test_recipes",
+    "class SequenceGRPOTrainer": "test_accelerate",
 }
 """Words of a block, and the file of tests that runs it."""
 FLAGS = "--context-parallel-size 8 --spec"
@@ -164,3 +167,75 @@ def _automodel(rank, size):
 
 def test_the_module_of_automodel():
     processes(2, _automodel)
+
+
+class _SequenceParallel:
+    """Stands for ms-swift's: as many ranks as divide the heads have parts, the others would have a ring."""
+
+    def __init__(self, size, heads):
+        self.world_size, self.num_heads, self.sp_group = size, heads, dist.group.WORLD
+
+    def _init_device_mesh(self):
+        self.sp_world_size = math.gcd(self.num_heads, self.world_size)
+
+    def part(self, x, rank):
+        """This rank's tokens of [1, tokens, ...], padded as ms-swift pads."""
+        assert self.sp_world_size == self.world_size  # no ring
+        more = -x.shape[1] % self.world_size
+        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, more)).chunk(self.world_size, 1)[rank]
+
+
+def _swift(rank, size, lengths, window):
+    package = recipes.stand_in("swift.sequence_parallel", SequenceParallel=_SequenceParallel)
+    theirs = recipes.stand_in("swift.sequence_parallel.ulysses", DistributedAttention=torch.nn.Module)
+    assert package.ulysses is theirs
+    theirs.DistributedAttention = type("DistributedAttention", (), {})
+    recipes.run("own_mesh = SequenceParallel")
+    shared = _SequenceParallel(size, heads=1)
+    shared._init_device_mesh()
+    module = SimpleNamespace(is_causal=True)
+    layer = theirs.DistributedAttention()
+    layer.sequence_parallel, layer.local_attn = shared, lambda *_: module
+
+    torch.manual_seed(0)
+    tokens = sum(lengths)
+    whole = [
+        torch.randn(1, tokens, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (3, 1, 1)
+    ]
+    shared.real_position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    document = (shared.real_position_ids[0] == 0).cumsum(0)
+    allowed = (document[:, None] == document) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if window:
+        allowed = allowed.triu(1 - window)
+    q, k, v = (x.transpose(1, 2) for x in whole)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True, scale=SCALE)
+    want = want.transpose(1, 2)
+    upstream = torch.randn_like(want)
+    want.backward(upstream)
+    mine = [shared.part(x.detach(), rank).requires_grad_() for x in whole]
+    out = layer.forward(*mine, None, scaling=SCALE, sliding_window=window, dropout=0.0)
+    real = shared.part(torch.ones(1, tokens, dtype=torch.bool), rank)[0]
+    torch.testing.assert_close(out[:, real], shared.part(want, rank)[:, real], rtol=1e-12, atol=1e-12)
+    out.backward(shared.part(upstream, rank))
+    for x, other in zip(mine, whole, strict=True):
+        torch.testing.assert_close(x.grad, shared.part(other.grad, rank), rtol=1e-12, atol=1e-12)
+
+    with pytest.raises(ValueError, match="attention is causal here"):
+        layer.forward(*mine, None, dropout=0.1)
+    for named, own in ({"is_causal": False}, True), ({"is_causal": None}, False), ({}, False):
+        module.is_causal = own
+        with pytest.raises(ValueError, match="attention is causal here"):
+            layer.forward(*mine, None, **named)
+    for positions in (None, shared.real_position_ids.repeat(2, 1)):
+        shared.real_position_ids = positions
+        with pytest.raises(ValueError, match="give one packed row a rank"):
+            layer.forward(*mine, None)
+    shared.world_size = 1
+    assert layer.forward(*mine, None) is module  # sequence parallelism is off
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths", "window"), [(2, [37], None), (3, [11, 1, 1, 30], None), (2, [9, 14], 4)]
+)
+def test_the_module_of_ms_swift(size, lengths, window):
+    processes(size, _swift, lengths, window)
