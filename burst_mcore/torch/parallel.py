@@ -21,7 +21,7 @@ from burst_mcore.mask import Mask
 from burst_mcore.rollouts import Folded
 from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
 from burst_mcore.torch.statistics import TokenStats, divisors_of, returning_statistics
-from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
+from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
 from burst_mcore.transformers.models.served import is_of_transformers
@@ -77,6 +77,7 @@ def parallelize(
         return ContextParallel(model, group, sequence.topology, settings, factor, sequence.dealing)
     refuse_differences("model", fingerprint(model))
     topology, dealing = Topology.from_group(group), {"layout": settings.layout}
+    meet(topology, "parallelize")
     cp = ContextParallel(model, group, topology, settings, Reduction(model, group, reduction), dealing)
     vars(model)[SEQUENCE] = cp
     return cp
@@ -108,13 +109,14 @@ class ContextParallel:
             RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
         """
         whole = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        return self._with_neighbours(lambda: shard_of_whole_batch(whole, self._dealing, self.group))
+        return self._at("cp.deal", lambda: shard_of_whole_batch(whole, self._dealing, self.group))
 
-    def _with_neighbours(self, do: Callable[[], T]) -> T:
-        """Return `do()`, which fails on all ranks of a sequence or on none, unless it fails beside them.
+    def _at(self, place: str, do: Callable[[], T]) -> T:
+        """Return `do()`, to which all ranks of a sequence come, and which fails on all of them or on none.
 
         Tensor parallelism's neighbours would go on to the model's forward, and wait there for these ranks.
         """
+        meet(self.topology, place)
         tp = _tensor_parallel(self.model, self.group)
         return do() if tp is None else on_all_ranks(do, tp)
 
@@ -131,7 +133,7 @@ class ContextParallel:
         device = device or next(iter(self.model.parameters()), torch.empty(0)).device
         loader = ShardedLoader(data, group=self.group, own=own, device=device, **self._dealing)
         alone = loader.agreed
-        loader.agreed = lambda load: self._with_neighbours(lambda: alone(load))  # type: ignore[method-assign]
+        loader.agreed = lambda load: self._at("cp.loader", lambda: alone(load))  # type: ignore[method-assign]
         return loader
 
     def positions(self, tokens: int) -> Tensor:
@@ -177,8 +179,9 @@ class ContextParallel:
         Raises:
             RefusedError: on all ranks: another model, a loss that is not fused, no labels, odd temperatures.
         """
-        labels = self._with_neighbours(
-            lambda: on_all_ranks(lambda: self._labels(model, batch, temperature), self.group)
+        labels = self._at(
+            "cp.token_stats",
+            lambda: on_all_ranks(lambda: self._labels(model, batch, temperature), self.group),
         )
         with returning_statistics(self.model, temperature):
             found: Tensor = model(**batch)

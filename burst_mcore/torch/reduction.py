@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,20 +69,26 @@ class Reduction:
         return True
 
     def _reduced_by_fsdp(self) -> list[Any]:
-        """Return FSDP2's groups of parameters, which must hold all that are trained."""
-        groups, held = [], set()
-        for group in _groups_of(self._model):
-            ranks = group.mesh_info.mesh.mesh.flatten().tolist()
-            places = {place for each in group.fsdp_params for place in _places(each)}
-            trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
-            if trained and not self._within(ranks):
+        """Return FSDP2's groups that hold parameters of the model, which must hold all that are trained."""
+        groups, trained = (
+            [],
+            {
+                (id(module), name): f"{path}.{name}".lstrip(".")
+                for path, module in self._model.named_modules()
+                for name, parameter in module.named_parameters(recurse=False)
+                if parameter.requires_grad
+            },
+        )
+        for group in _groups():
+            held = trained.keys() & {place for each in group.fsdp_params for place in _places(each)}
+            if held and not self._within(group.mesh_info.mesh.mesh.flatten().tolist()):
                 raise RefusedError("reduction", self._text("the mesh of fully_shard has not all ranks of cp"))
-            groups += [group] if trained else []
-            held |= places
-        for path, module in self._model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and (id(module), name) not in held:
-                    raise RefusedError("reduction", self._text(f"nothing reduces {path}.{name}".rstrip(".")))
+            groups += [group] if held else []
+            trained = {place: path for place, path in trained.items() if place not in held}
+        if trained:
+            raise RefusedError("reduction", self._text(f"nothing reduces {next(iter(trained.values()))}"))
+        if not groups and getattr(self._model, "_is_fsdp_managed_module", False):
+            raise RefusedError("reduction", self._text("FSDP 1 does not say over which ranks it reduces"))
         return groups
 
     def _within(self, ranks: list[int]) -> bool:
@@ -101,9 +108,12 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise RefusedError("order", "call parallelize(model, ...) first, then fully_shard or DDP")
 
 
-def _groups_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the groups of parameters that FSDP2 reduces together; a release of torch has one a module."""
-    for module in model.modules():
+def _groups() -> Iterator[Any]:
+    """Yield the groups of parameters that FSDP2 reduces together; a release of torch has one a module.
+
+    Of all modules that there are: the module that reduces a model's parameters may be one around the model.
+    """
+    for module in [*_module_state_mapping]:
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             yield from getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])

@@ -15,12 +15,19 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.digest import digest
 from burst_mcore.loss import patch_causal_lm
 from burst_mcore.recurrent.bound import why_scattered
-from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
+from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
 from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
-from burst_mcore.transformers.models.served import checked_loss, position_table, types_of, use_burst
+from burst_mcore.transformers.models.served import (
+    called_for,
+    checked_loss,
+    makes_loss,
+    position_table,
+    types_of,
+    use_burst,
+)
 from burst_mcore.transformers.models.trl import has_fused_head
 
 logger = logging.getLogger("burst_mcore")
@@ -50,16 +57,19 @@ def prepare_model(
         RefusedError: the model cannot be served; or the ranks have different ones.
     """
     size = 1 if group is None else group.size()
-    loss = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
+    loss, inner = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
     refuse_differences("model", fingerprint(model))
     topology = on_all_ranks(lambda: _connected(model, group, config))
-    if SEQUENCE not in vars(model):
-        vars(model)[SEQUENCE] = SequenceParallel(model, topology, None, config)
-    sequence = sequence_of(model)
+    meet(topology, "the preparation of a model")
+    called = called_for(model, inner)
+    if SEQUENCE not in vars(called):
+        vars(called)[SEQUENCE] = SequenceParallel(called, topology, None, config)
+    vars(model)[SEQUENCE] = sequence = sequence_of(called)
     sequence.topology, sequence.config = topology, config
     sequence.group = group if size > 1 else None
-    sequence.most_positions, sequence.types = position_table(model), types_of(model)
-    sequence.dealing = _dealing(model, config, sequence.types)
+    sequence.most_positions, sequence.types = position_table(inner), types_of(inner)
+    sequence.makes_loss = makes_loss(inner)
+    sequence.dealing = _dealing(inner, config, sequence.types)
     if dist.get_rank() == 0:
         groups = dist.get_world_size() // size
         logger.warning(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
@@ -78,14 +88,21 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     return sequence
 
 
-def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -> str:
-    """Set attention, loss and recompute of a model, without communication; say whose loss it is."""
+def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -> tuple[str, nn.Module]:
+    """Set attention, loss and recompute of a model, without communication.
+
+    Returns:
+        Whose loss it is, and the model of transformers.
+    """
     if not isinstance(model, nn.Module):
         raise RefusedError("model", f"give the model itself, got {model!r}")
-    inner = use_burst(model, size)
-    checked_loss(inner)
+    inner = use_burst(model, size, headless=not fused_loss)
     attach_rotary(inner)
     loss = "the loss is the model's own, of logits"
+    if makes_loss(inner):
+        checked_loss(inner)
+    else:
+        loss = "the model makes no loss"
     if has_fused_head(inner):
         loss = "the loss is left to TRL's fused head"
     elif fused_loss:
@@ -97,7 +114,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
                 "loss", f'{error}. The model\'s own loss: "fused_loss": false in the section, or loss="model"'
             ) from None
     attach_checkpointing(inner, recompute)
-    return loss
+    return loss, inner
 
 
 def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstConfig) -> Topology:

@@ -195,6 +195,7 @@ class Prefixed(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.config = model, model.config
+        self.peft_config = {}  # the mark of PEFT's wrappers, whose calls are those of the model
 
     def forward(self, input_ids, **others):
         cache = transformers.DynamicCache()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from burst_mcore.torch import parallelize
+from burst_mcore.torch import RefusedError, parallelize
 
 PAIR = {"dp": 1, "cp": 2}
 
@@ -128,12 +128,11 @@ def test_gradients_that_fsdp_adds():
     _held(2, Case(PAIR, sums=True, accumulated=2), Case(PAIR, sums=True, options={"loss": "model"}))
 
 
-@pytest.mark.slow
-def _under_fsdp_1(rank, size, original):
+def _under_fsdp_1(rank, size, original, reduction="mean"):
     """As `by_hand`, under FullyShardedDataParallel; a CPU is no accelerator to it unless it is named."""
     mesh, case = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), Case({"cp": size})
     model = model_of()
-    cp = parallelize(model, mesh, reduction="mean")
+    cp = parallelize(model, mesh, reduction=reduction)
     engine = FullyShardedDataParallel(
         model, device_mesh=mesh, use_orig_params=original, device_id=torch.device("cpu")
     )
@@ -159,6 +158,17 @@ def test_fsdp_1_whose_means_are_said(original):
         assert worst(mine[2], weights) < 1e-6
 
 
+def _refused_under_fsdp_1(rank, size, original):
+    with pytest.raises(RefusedError, match="FSDP 1 does not say over which ranks|nothing reduces"):
+        _under_fsdp_1(rank, size, original, reduction="auto")
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_fsdp_1_is_refused_without_a_word(original):
+    processes(2, _refused_under_fsdp_1, original)
+
+
+@pytest.mark.slow
 def test_the_example_trains_and_goes_on_after_a_save_that_was_cut_short(tmp_path):
     """Over CP 2 its losses are those of one process; a checkpoint without .metadata is not one."""
     (tmp_path / "text").write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(400)))

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -202,6 +204,49 @@ def test_in_training():
             assert error.startswith(text), error
         for gradient in gradients:
             torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=2e-5, atol=1e-6)
+
+
+def _fewer_batches(rank, size):
+    """Rank 1 has one batch fewer, and goes on to something else: (error, seconds) of each rank."""
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    ids, found = dataset(1, tokens=40)[0]["input_ids"][None], []
+    for elsewhere in ("forward", "statistics", "loss of its own", "the end"):
+        group = torch.distributed.new_group(timeout=timedelta(seconds=4))
+        model = model_of()
+        cp = parallelize(model, group)
+        batch = cp.deal({"input_ids": ids})
+        began = time.monotonic()
+        try:
+            if rank == 0:
+                cp.deal({"input_ids": ids})
+            elif elsewhere == "forward":
+                model(**batch)
+            elif elsewhere == "statistics":
+                cp.token_stats(model, batch)
+            elif elsewhere == "loss of its own":
+                cp.whole_loss(torch.ones(()), 1)
+        except Exception as error:
+            found += [(f"{type(error).__name__}: {error}", time.monotonic() - began)]
+    return found
+
+
+def test_ranks_with_fewer_batches_in_a_loop_by_hand():
+    """Where the other rank calls burst both say so at once; else the one that waits, after the time-out."""
+    (forward, statistics, own, end), (their_forward, their_statistics, *_) = processes(2, _fewer_batches)
+    for (error, seconds), place in (
+        (forward, "a forward over shards"),
+        (their_forward, "a forward over shards"),
+        (statistics, "cp.token_stats"),
+        (their_statistics, "cp.token_stats"),
+    ):
+        assert error.startswith("RefusedError: refused (another rank): the ranks of the ring make different")
+        assert f"at: cp.deal on ranks [0], {place} on ranks [1]. All ranks of a sequence" in error
+        assert seconds < 3
+    for error, _ in (own, end):
+        assert error.startswith(
+            "RuntimeError: rank 0 of the sequence is at cp.deal, and waits for rank 1, last at"
+        )
+        assert "last at cp.deal: " in error
 
 
 def test_labels_that_were_shifted_before():

@@ -102,8 +102,8 @@ def prepared(
     front of tokens (attention_mask 0) is one of its own. The first token of a document is nobody's label.
 
     Args:
-        batch: input_ids [rows, tokens]; labels as Hugging Face has them (not shifted; without, the tokens
-            themselves), or shift_labels.
+        batch: input_ids [rows, tokens], or inputs_embeds [rows, tokens, hidden]; labels as Hugging Face has
+            them (not shifted; without, the tokens themselves, of embeddings none), or shift_labels.
         multiple: of which the number of tokens is made one, by padding at the end: the layout's divisor.
         max_positions: no position may be as high; padding that would go there starts again from 0.
         types: the column of which the model makes its masks. In padding it is -1: no type, which sees no
@@ -114,10 +114,13 @@ def prepared(
     """
     there = ((name, x) for name, x in batch.items() if x is not None or name not in READ)
     batch = {name: _numbers_of(name, x) if name in READ else x for name, x in there}
-    ids = batch.get("input_ids")
+    ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
+    if ids is None and isinstance(embeds, Tensor) and embeds.dim() == 3:
+        ids = torch.full(embeds.shape[:2], IGNORED)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
         came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
-        raise RefusedError("batch", f"input_ids must be a tensor of integers [rows, tokens], got {came}")
+        text = f"input_ids must be a tensor of integers [rows, tokens], got {came}"
+        raise RefusedError("batch", f"{text}. In their place may stand inputs_embeds [rows, tokens, hidden]")
     for name in ("position_ids", "labels", "shift_labels", WEIGHTS):
         column, kind = batch.get(name, ids), "" if name == WEIGHTS else "whole "
         if column.shape != ids.shape or (kind and column.is_floating_point()):
@@ -147,8 +150,9 @@ def prepared(
     beyond = positions[:, -1:] + torch.arange(1, more + 1)
     if more and (TREE in whole or (max_positions is not None and int(beyond.max()) >= max_positions)):
         beyond = torch.arange(more).expand(len(ids), -1)
+    tokens = {"input_ids": pad(ids, (0, more), value=pad_token_id)} if "input_ids" in batch else {}
     return {
-        "input_ids": pad(ids, (0, more), value=pad_token_id),
+        **tokens,
         "position_ids": torch.cat([positions, beyond], 1),
         "shift_labels": pad(shift_labels, (0, more), value=IGNORED),
         **whole,
@@ -157,7 +161,7 @@ def prepared(
 
 def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | str) -> dict[str, Any]:
     """Return a rank's part of a prepared batch: every [rows, tokens, ...] by the same index."""
-    n = whole["input_ids"].shape[1]
+    n = whole["position_ids"].shape[1]
     return {
         name: shard(x, 1, rank=rank, size=size, layout=layout) if is_dealt(x, n) else x
         for name, x in whole.items()

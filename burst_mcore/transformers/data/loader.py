@@ -184,7 +184,8 @@ def shard_of_whole_batch(
         RefusedError: on all ranks, where a rank's batch is not legal or differs.
     """
     batch = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) or name in READ}
-    device = getattr(arguments.get("input_ids"), "device", "cpu")
+    ids = arguments.get("input_ids")
+    device = getattr(arguments.get("inputs_embeds") if ids is None else ids, "device", "cpu")
     dealer = ShardedLoader((), group=group, device=device, **dealing)
     dealer.from_caller = True
     (whole,) = dealer.agreed(lambda: batch)

@@ -168,8 +168,9 @@ def mask_of(
     if sequence is None:
         raise RefusedError(
             "attention outside of an engine",
-            'attn_implementation="burst" works in models that burst_mcore.deepspeed.initialize or '
-            "burst_mcore.torch.parallelize has prepared",
+            'attn_implementation="burst" works in forwards of models that burst_mcore.deepspeed.initialize '
+            "or burst_mcore.torch.parallelize has prepared. generate makes masks before them for static "
+            "caches, which are unsupported: use the default dynamic cache, without cache_implementation",
         )
     if isinstance(attention_mask, LayerMask):
         return attention_mask

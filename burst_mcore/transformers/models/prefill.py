@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.layout import Layout, positions, shard
+from burst_mcore.layout import Layout, shard
 from burst_mcore.loss.whole import gathered
 from burst_mcore.transformers.errors import RefusedError
 
@@ -27,8 +27,8 @@ def cache_name(arguments: Mapping[str, Any]) -> str | None:
 class Prefill:
     """One prompt of n tokens: every rank has it whole before and after, and the work between is dealt.
 
-    Every rank ends with the keys and values of all tokens in its cache, and with the logits of the last one:
-    what a forward over the whole prompt leaves. Later tokens are then computed by every rank alike.
+    Every rank ends with the keys and values of all tokens in its cache, as a forward over the whole prompt
+    leaves them. Later tokens are then computed by every rank alike.
     """
 
     def __init__(self, topology: Topology, group: dist.ProcessGroup, config: BurstConfig, n: int) -> None:
@@ -58,7 +58,6 @@ class Prefill:
             "position_ids": self._dealt(places.where(places < self.n, 0)),
             "attention_mask": None,
             name: DynamicCache(),  # without a model's config: it keeps all that it is given
-            "logits_to_keep": torch.tensor([self._last()[1]], device=ids.device),
         }
         arguments.pop("cache_position", None)
         return arguments
@@ -72,17 +71,8 @@ class Prefill:
                 gathered(x, self.group, self.layout, dim=2)[:, :, : self.n] for x in (own.keys, own.values)
             )
             self._cache.update(keys, values, layer)
-        logits = out.logits.contiguous()
-        dist.broadcast(logits, dist.get_global_rank(self.group, self._last()[0]), group=self.group)
-        out.logits, out[name] = logits, self._cache
+        out[name] = self._cache
         return out
 
     def _dealt(self, x: Tensor) -> Tensor:
         return shard(x, 1, rank=self.topology.rank, size=self.topology.size, layout=self.layout)
-
-    def _last(self) -> tuple[int, int]:
-        """Return (rank of the prompt's last token, row whose logits this rank keeps: that one, or 0)."""
-        size = self.topology.size
-        every = [positions(self.padded, rank=rank, size=size, layout=self.layout) for rank in range(size)]
-        rank, row = (torch.stack(every) == self.n - 1).nonzero()[0].tolist()
-        return rank, row if rank == self.topology.rank else 0

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from burst_mcore.agreement import Collective
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.layout import unshard
+from burst_mcore.layout import Layout, positions, unshard
 from burst_mcore.loss.whole import Factor, WholeLoss, WholeTokens
 from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
+from burst_mcore.transformers.agreement import meet
 from burst_mcore.transformers.data.batches import digest_of_batch, documents, prepared
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse
@@ -29,9 +30,14 @@ from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
 from burst_mcore.transformers.models.served import FEATURES, attention_modules, switched_attention
 from burst_mcore.transformers.models.trl import asks_for_fused_head
+from burst_mcore.words import brief
 
 logger = logging.getLogger("burst_mcore")
 
+KEEP = "logits_to_keep"
+"""The argument of a forward: of how many of the last tokens, or of which tokens, it returns logits."""
+OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+"""Arguments of a forward that a model without a loss does not get."""
 Finish = Callable[[Any], Any]
 """Turns a forward's own output into the caller's."""
 attached: WeakSet[SequenceParallel] = WeakSet()
@@ -74,6 +80,8 @@ class SequenceParallel:
     _warned: bool = False
     trusted: bool = False
     """Whether attention that does not come here is accepted: it is the caller's, and handles shards."""
+    makes_loss: bool = True
+    """Whether the model has a head that makes a loss; without one it gets no labels."""
 
     def __post_init__(self) -> None:
         attached.add(self)
@@ -85,6 +93,10 @@ class SequenceParallel:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        as_tuple = arguments.get("return_dict", getattr(self.model.config, "return_dict", True)) is False
+        arguments |= {"return_dict": True} if as_tuple else {}
+        if KEEP in arguments and not getattr(self.model, "_supports_logits_to_keep", bool)():
+            del arguments[KEEP]  # the model would ignore it
         finish: Finish = _unchanged
         lacks = {x for x in ("labels", "shift_labels", "position_ids") if arguments.get(x) is None}
         # An evaluation's loader gives whole batches with both kinds of labels; its iteration may have ended.
@@ -111,7 +123,7 @@ class SequenceParallel:
             tokens = _tokens(arguments)
             stack.enter_context(own_draws(sequence.topology.rank, tokens.device))
             stack.enter_context(noise_of_whole(self.model, tokens.shape[1] / sequence.tokens))
-        self._open.append((stack, sequence, finish))
+        self._open.append((stack, sequence, _tuple_of(finish) if as_tuple else finish))
         return (), arguments
 
     def _behind(self, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -128,14 +140,8 @@ class SequenceParallel:
         """Return the output of a shard's forward with the loss of the whole sequence."""
         if isinstance(out, Tensor):  # numbers of tokens, in the place of an output
             return out
-        key = "loss" if isinstance(out, dict) else 0
-        if isinstance(out, dict) and out.get("aux_loss") is not None:
-            raise RefusedError("auxiliary loss", "a loss balancing experts is no sum over tokens of a shard")
-        whole = WholeLoss.apply(out[key], self.group, self.factor)  # type: ignore[no-untyped-call]
-        if isinstance(out, dict):
-            out[key] = whole
-            return out
-        return (whole, *out[1:])
+        out["loss"] = WholeLoss.apply(out["loss"], self.group, self.factor)  # type: ignore[no-untyped-call]
+        return out
 
     def _with_whole_tokens(self, out: Any, local: int, end: int | None = None) -> Any:
         """Return the output of TRL's head with numbers of whole sequences to `end`, not of `local` tokens."""
@@ -150,6 +156,21 @@ class SequenceParallel:
         whole: Tensor = WholeTokens.apply(x, self.group, self.config.layout, self.factor)  # type: ignore[no-untyped-call]
         return whole
 
+    def _with_whole_outputs(self, out: Any, local: int, tokens: int, mine: Tensor | None) -> Any:
+        """Return the output of a shard's forward over `local` tokens as that of the whole sequence.
+
+        mine: of `_choose`.
+        """
+        for name, x in [(name, x) for name, x in out.items() if x is not None]:
+            if name == "logits" and mine is not None:
+                part = x.where(mine.to(x.device)[:, None], 0)
+                out[name] = WholeLoss.apply(part, self.group, self.factor)  # type: ignore[no-untyped-call]
+            elif isinstance(x, tuple):
+                out[name] = tuple(y if y is None else self._gathered(y)[:, :tokens] for y in x)
+            elif isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == local:
+                out[name] = self._gathered(x)[:, :tokens]
+        return out
+
     def _dealt_here(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """Prepare a forward whose batch is whole on every rank, and deal it; what comes back is whole.
 
@@ -157,24 +178,55 @@ class SequenceParallel:
         """
         assert self.group is not None
         labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
-        tokens = arguments["input_ids"].shape[1]
-        part = shard_of_whole_batch(arguments, self.dealing, self.group)
+        meet(self.topology, "a forward over whole batches")
+        keep = _kept(arguments)
+        part = shard_of_whole_batch({**arguments, KEEP: keep}, self.dealing, self.group)
+        part.pop(KEEP, None)
+        if labelled and keep is not None:
+            raise RefusedError(KEEP, "a loss is of all tokens: leave it out, or the labels")
+        tokens = _tokens(arguments).shape[1]
         fused = asks_for_fused_head(arguments)
         if not labelled and not fused:
             part.pop("shift_labels")
         sequence, part, finish = self._sharded(part)
+        local, mine = _tokens(part).shape[1], self._choose(keep, tokens, part)
         if fused:  # of labels that are not shifted TRL expects one number fewer than tokens
-            local = part["input_ids"].shape[1]
             return sequence, part, lambda out: self._with_whole_tokens(out, local, tokens - 1)
 
         def whole(out: Any) -> Any:
             out = finish(out)
-            if out.get("logits") is not None:
-                only_loss = labelled and (self.model.training or self.loss_only)
-                out["logits"] = None if only_loss else self._gathered(out["logits"])[:, :tokens]
-            return out
+            if labelled and (self.model.training or self.loss_only):
+                out["logits"] = None
+            return self._with_whole_outputs(out, local, tokens, mine)
 
         return sequence, part, whole
+
+    def _choose(self, keep: Tensor | None, tokens: int, arguments: dict[str, Any]) -> Tensor | None:
+        """Have a forward over a shard make the logits of tokens that are chosen among all.
+
+        Every rank makes as many; those of another rank's tokens are left out behind the forward.
+
+        Args:
+            keep: of `_kept`, the same on all ranks.
+            tokens: of the whole sequence, without padding for the layout.
+
+        Returns:
+            Which of the chosen tokens are this rank's; None where all tokens of the shard are kept.
+        """
+        if keep is None:
+            return None
+        try:
+            chosen = torch.arange(tokens)[keep if keep.dim() else slice(-int(keep), None)]
+        except IndexError:
+            chosen = keep[None]
+        if chosen.dim() > 1:
+            text = f"it must be a number of last tokens, or indices [chosen] of {tokens} tokens"
+            raise RefusedError(KEEP, f"{text}, got {brief(keep.tolist())}")
+        layout, size = Layout.of(self.config.layout), self.topology.size
+        here = positions(layout.padded(tokens, size), rank=self.topology.rank, size=size, layout=layout)
+        rows = torch.full((len(here) * size,), -1).scatter(0, here, torch.arange(len(here)))[chosen]
+        arguments[KEEP] = rows.clamp(min=0)
+        return rows >= 0
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
         """Raise RefusedError if attention did not come here: it saw this rank's shard alone."""
@@ -197,12 +249,15 @@ class SequenceParallel:
     def _sharded(self, arguments: dict[str, Any]) -> tuple[Sequence, dict[str, Any], Finish]:
         """Prepare a forward over a shard, with labels (training, evaluation) or without."""
         problem: Exception | None = None
+        if not self.makes_loss:
+            arguments = {name: x for name, x in arguments.items() if name not in OF_LOSS}
         positions, valid, columns = None, 0, Columns.taken(arguments)
         beside = ("a cache", cache_name(arguments)), ("TRL's fused head", asks_for_fused_head(arguments))
         types = self._types(arguments)
         own = ("attention of the caller's own", self.trusted), ("a mask of types of tokens", types)
         try:
             refuse("tree", columns.why_not_served(self.model, *beside, *own))
+            self._refuse_whole_answers(arguments)
             arguments, positions, valid = self._own(arguments)
             self._refuse_columns({WEIGHTS: columns.weights}, positions.shape)
         except Exception as error:  # of any kind: the others must not wait for this rank
@@ -219,7 +274,8 @@ class SequenceParallel:
             arguments["labels"] = arguments["shift_labels"]
             if arguments.get("num_items_in_batch") is None:
                 arguments["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
-            arguments.setdefault("use_cache", False)
+        if self.topology.size > 1 or has_loss:
+            arguments["use_cache"] = self.topology.size == 1 and bool(arguments.get("use_cache"))
         n, last = whole.shape[1], int(whole.max())
         sequence = Sequence(self.topology, self.config, n, ends, last, columns)
         if not has_loss:
@@ -302,6 +358,24 @@ class SequenceParallel:
             return {name: x for name, x in arguments.items() if name != "shift_labels"}, positions, 0
         return arguments, positions, self._counted(ids, shifted)
 
+    def _refuse_whole_answers(self, arguments: dict[str, Any]) -> None:
+        """Raise RefusedError where a shard is asked for what only the whole sequence has."""
+        if self.group is None:
+            return
+        of_config = getattr(self.model.config, "output_router_logits", False)
+        every_shard = "it would choose in every shard: choose in cp.gather(logits). generate needs its cache"
+        for name, asked, why in (
+            (KEEP, _kept(arguments) is not None, every_shard),
+            ("cache", arguments.get("use_cache"), "a shard has none to return: leave use_cache out"),
+            ("output_attentions", arguments.get("output_attentions"), "attention weights are never made"),
+            (
+                "auxiliary loss",
+                arguments.get("output_router_logits", of_config),
+                "a loss balancing experts is no sum over tokens of a shard",
+            ),
+        ):
+            refuse(name, why if asked else None)
+
     def _counted(self, ids: Tensor, shifted: Tensor) -> int:
         """Return the number of labels. Numbers beyond the vocabulary would fail later, on this rank alone."""
         settings: Any = self.model.config
@@ -335,6 +409,7 @@ class SequenceParallel:
             if problem is not None:
                 raise problem
             return [tokens], valid
+        meet(self.topology, "a forward over shards")
         every = Collective(self.group).integers([problem is not None, rows, tokens, valid, tree, *has])
         failed, batch, lengths, labels, trees, *columns = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
@@ -371,6 +446,9 @@ class SequenceParallel:
             raise RefusedError("labels", "a forward with a cache has no loss")
         new = _tokens(arguments)
         before, n = _cached(arguments), new.shape[1]
+        layers = getattr(arguments.get(cache_name(arguments) or ""), "layers", ())
+        if any(hasattr(layer, "max_cache_len") for layer in layers):
+            raise RefusedError("cache", "static caches are unsupported: use the default, a DynamicCache")
         self._refuse_shards(arguments, before, n)
         if before or n == 1 or self.group is None or mixers_of(self.model):  # no rank has all states
             return Sequence(Topology.single(), self.config, before + n), arguments, _unchanged
@@ -379,7 +457,13 @@ class SequenceParallel:
         behind = (0, prefill.padded - n)
         types = {k: nn.functional.pad(x, behind, value=-1) for k, x in self._types(arguments).items()}
         sequence = Sequence(self.topology, self.config, prefill.padded, last=n - 1)
-        return sequence, prefill.begin(arguments | types), prefill.finish
+        part = prefill.begin(arguments | types)
+        local, mine = part["input_ids"].shape[1], self._choose(_kept(arguments), n, part)
+
+        def whole(out: Any) -> Any:
+            return self._with_whole_outputs(prefill.finish(out), local, n, mine)
+
+        return sequence, part, whole
 
     def _refuse_shards(self, arguments: dict[str, Any], before: int, n: int) -> None:
         """Raise RefusedError where the tokens beside a cache are a shard, which would miss the others'."""
@@ -390,7 +474,7 @@ class SequenceParallel:
             here = torch.arange(before, before + n)
             alike = positions is None or torch.equal(positions.cpu(), here.expand(positions.shape))
         else:
-            tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+            tensors = {**arguments, KEEP: _kept(arguments)}
             alike = len({*map(tuple, Collective(self.group).integers([digest_of_batch(tensors)]))}) == 1
         if not alike:
             raise RefusedError(
@@ -400,8 +484,19 @@ class SequenceParallel:
             )
 
 
+def _kept(arguments: dict[str, Any]) -> Tensor | None:
+    """Return the tokens whose logits are asked for: a number of the last, or indices; None for all."""
+    keep = arguments.get(KEEP)
+    return None if isinstance(keep, int | None) and not keep else torch.as_tensor(keep).cpu()
+
+
 def _unchanged(out: Any) -> Any:
     return out
+
+
+def _tuple_of(finish: Finish) -> Finish:
+    """Return `finish` for a caller who asked for a tuple, in the place of an output with names."""
+    return lambda out: done if isinstance(done := finish(out), Tensor) else done.to_tuple()
 
 
 def _tokens(arguments: dict[str, Any]) -> Any:

@@ -36,6 +36,8 @@ TOWERS = ("vision_config", "audio_config")
 """Names in a configuration of models beside the language model."""
 FEATURES = ("pixel_values", "pixel_values_videos", "image_patches", "input_features")
 """Arguments of a forward of which towers make features."""
+OWN_LOSS = 'loss="model" ("fused_loss": false in the section)'
+"""How a caller says that the loss is not burst's."""
 TYPES = ("token_type_ids", "mm_token_type_ids")
 """Columns of which some models make their masks: which tokens see each other, as those of an image."""
 DROPOUTS = {
@@ -48,8 +50,11 @@ DROPOUTS = {
 """Names in configurations of shares that are dropped at random, with what a model then does."""
 
 
-def use_burst(model: nn.Module, size: int) -> Any:
+def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
     """Set attn_implementation="burst" on a causal LM of transformers; `size` ranks share a sequence.
+
+    Args:
+        headless: whether a model that makes no loss is served too.
 
     Returns:
         The model of transformers, where `model` wraps one.
@@ -59,7 +64,8 @@ def use_burst(model: nn.Module, size: int) -> Any:
             that is served.
     """
     inner = _of_transformers(model)
-    reasons = chain(_learned_prompts(model), _where_tokens_meet(inner), _what_is_asked(inner, size))
+    asked = _what_is_asked(inner, size, headless)
+    reasons = chain(_several(model, inner), _learned_prompts(model), _where_tokens_meet(inner), asked)
     refuse(*next(reasons, ("", None)))
     register()
     inner.set_attn_implementation(NAME)
@@ -69,6 +75,14 @@ def use_burst(model: nn.Module, size: int) -> Any:
     except ValueError as error:
         raise RefusedError("model", str(error)) from None
     return inner
+
+
+def _several(model: nn.Module, inner: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) for each model of transformers beside the first that a module holds."""
+    known = {*_within(inner)}
+    for other in (module for module in _within(model) if module not in known):
+        both = f"a {type(inner).__name__} and a {type(other).__name__}"
+        yield "model", f"{type(model).__name__} holds {both}: parallelize the causal LM in it alone"
 
 
 def _learned_prompts(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -98,7 +112,7 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         yield (
             "model",
             f"{name} is no text model: it has a {', '.join(towers)}, whose features are merged with the "
-            "tokens of a whole sequence. Give its language model alone",
+            f"tokens of a whole sequence. Give its language model alone, with {OWN_LOSS}",
         )
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
@@ -130,7 +144,7 @@ def _kinds(config: Any) -> Iterator[str]:
     yield from map(str, kinds)
 
 
-def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
+def _what_is_asked(inner: Any, size: int, headless: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) for each option of a model that attention over shards does not have."""
     name, config = type(inner).__name__, inner.config.get_text_config()
     both_ways = getattr(config, "use_bidirectional_attention", None)
@@ -148,13 +162,14 @@ def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
             "auxiliary loss",
             f"{name}'s loss that balances experts is no sum over tokens: set output_router_logits to False",
         )
-    if "labels" not in inspect.signature(type(inner).forward).parameters:
+    if not makes_loss(inner) and not headless:
         yield (
             "model",
-            f"{name} has no head that makes a loss of labels: give the causal LM (of class ...ForCausalLM)",
+            f"{name} has no head that makes a loss of labels: give the causal LM (of class ...ForCausalLM), "
+            f"or, for hidden states of which you make a loss, {OWN_LOSS}",
         )
     parameters = inspect.signature(inner.forward).parameters.values()
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    if makes_loss(inner) and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         yield ("model", f"{name}.forward takes no further arguments, so that no shift_labels reach its loss")
     for option, done in DROPOUTS.items():
         if share := getattr(config, option, None):
@@ -162,6 +177,9 @@ def _what_is_asked(inner: Any, size: int) -> Iterator[tuple[str, str]]:
                 "dropout",
                 f"{name} {done} ({option} is {share}): set it to 0 in its config before the model is made",
             )
+    own = inner.loss_function if makes_loss(inner) else None
+    if own is not None and own.__name__ != "ForCausalLMLoss" and not hasattr(own, "burst_mcore"):
+        yield "loss", f"{name} has a loss of its own, {own.__name__}: served is ForCausalLMLoss"
 
 
 _POSITIONS = "create_position_ids_from_input_ids"
@@ -173,6 +191,20 @@ def _makes_positions_of_tokens(module: nn.Module) -> bool:
         isinstance(getattr(module, "position_embeddings", None), nn.Embedding)
         and hasattr(sys.modules[type(module).__module__], _POSITIONS)
     )
+
+
+def makes_loss(model: nn.Module) -> bool:
+    """Return whether a model of transformers has a head that makes a loss of labels."""
+    return "labels" in inspect.signature(type(model).forward).parameters
+
+
+def called_for(model: nn.Module, inner: nn.Module) -> nn.Module:
+    """Return the module in `model` whose calls run the forward of `inner`: itself, or a wrapper of it.
+
+    PEFT and torch.compile call the forward past the hooks that are on `inner`.
+    """
+    wrappers = (m for m in model.modules() if hasattr(m, "peft_config") or hasattr(m, "_orig_mod"))
+    return next((m for m in wrappers if any(x is inner for x in m.modules())), inner)
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -225,8 +257,6 @@ def checked_loss(model: Any) -> None:
     if getattr(own, "burst_mcore", False):
         return
     name = type(model).__name__
-    if own.__name__ != "ForCausalLMLoss":
-        raise RefusedError("loss", f"{name} has a loss of its own, {own.__name__}: served is ForCausalLMLoss")
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         sequence = current()
