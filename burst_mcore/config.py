@@ -9,7 +9,6 @@ import torch
 
 from burst_mcore.dtypes import DTYPES
 from burst_mcore.layout import NAMES, Layout
-from burst_mcore.registry import Registered, register
 from burst_mcore.words import brief, no_argument
 
 BACKWARDS = ("auto", "query", "kv")
@@ -28,21 +27,21 @@ class Setting(NamedTuple):
     """A sentence."""
 
 
-def setting(default: Any, legal: tuple[str, ...] | str, meaning: str) -> Any:
+def setting(default: Any, legal: tuple[str, ...] | str, meaning: str, *, hashed: bool = True) -> Any:
     """Return the field of a dataclass for a `Setting`."""
-    return field(default=default, metadata={"legal": legal, "meaning": meaning})
+    return field(default=default, hash=hashed, metadata={"legal": legal, "meaning": meaning})
 
 
 @dataclass(frozen=True, kw_only=True)
-class BurstConfig(Registered):
+class BurstConfig:
     """The settings of attention. Each field is a flag of Megatron and a key of DeepSpeed's section, too.
 
     Raises ValueError if a field is not legal. The first call checks names of kernels and degrees of head
     parallelism, which depend on the call.
     """
 
-    layout: Layout | str = setting("zigzag", NAMES, "How tokens are dealt over the ranks.")
-    """A `Layout`, or its word."""
+    layout: Layout | str = setting("zigzag", NAMES, "How tokens are dealt over the ranks.", hashed=False)
+    """A `Layout`, or its word. Each call hashes its config, of which few differ in the layout alone."""
 
     backward: str = setting(
         "auto",
@@ -144,7 +143,6 @@ class BurstConfig(Registered):
         if dtype not in GRAD_DTYPES.values():
             raise ValueError(f"grad_dtype is one of {', '.join(GRAD_DTYPES)}, got {brief(self.grad_dtype)}")
         object.__setattr__(self, "grad_dtype", dtype)
-        register(self, repr(self))
 
     def _check_numbers(self) -> None:
         for name in ("overlap", "deterministic"):

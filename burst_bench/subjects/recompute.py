@@ -19,8 +19,8 @@ from burst_bench.methods.attention import attended, share_of
 from burst_bench.methods.layers import KEPT, OFFLOADED, POLICIES, LayerMethod, as_it_is
 from burst_mcore import BurstConfig, Layout, Mask, Topology, positions
 from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
+from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.plan import head_mask
-from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.schedule.actions import Pass
 from burst_plan.explain.problem import DTYPES
 

@@ -4,15 +4,14 @@
     geometry       rows, pieces and tiles: which queries meet which keys, and whose rows a rank needs
     schedule       a program of actions for every rank, which prints and can be verified
     autotune       the choice of a schedule by its bytes, FLOPs and simulated time
-    recompute      checkpointed layers: the tail of the results is saved, the head is computed again
     numerics       the maths around tiles: partial outputs merged, gradients summed
     kernels        the maths of a tile, by a table of libraries
     runtime        process groups, and the executor of a program
 
 A folder imports only folders above it. Beside them is the call itself, from top to bottom:
 
-    api            the public function, and its calls in checkpointed layers
-    operator       the torch operators (a folder): flat schemas with names, and how ranks agree on a call
+    api            the public function
+    operator       one call (a folder): its autograd function, its operator, how ranks agree on it
     prepare        requests to calls, each once, or ahead of their batch
     request        one rank's legal arguments, resolved once all ranks' lengths are known
     checks         what makes arguments illegal

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Never
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from burst_mcore.attention.autotune.ways import (
     Ranks,
@@ -18,21 +20,20 @@ from burst_mcore.attention.autotune.ways import (
     searched_rings,
     why_not_placed,
 )
-from burst_mcore.attention.checks import check_dense
+from burst_mcore.attention.checks import check_parts, check_topology
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
-from burst_mcore.attention.operator.ops import attend, attention_forward
-from burst_mcore.attention.operator.schema import ForwardArgs, ForwardResults
-from burst_mcore.attention.recompute.replay import CallId, SavedTail, entered, in_checkpoint
-from burst_mcore.attention.request import Options, Request, handle_of, options_of, topology_of, validate
+from burst_mcore.attention.operator.compiled import Keyed, attention_forward, key_in_graph
+from burst_mcore.attention.operator.function import attend, gradient_wanted
+from burst_mcore.attention.operator.replay import entered, keeps_results
+from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.attention.runtime.executor import ProcessGroups
-from burst_mcore.attention.runtime.record import unpack
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import SETTINGS, BurstConfig, sides_of
 from burst_mcore.dtypes import autocast
 from burst_mcore.mask import Mask
-from burst_mcore.words import brief, no_argument
+from burst_mcore.words import no_argument
 
 _CONFIG = BurstConfig()
 """The config of calls without one: made once, since a compiled graph cannot make it."""
@@ -104,48 +105,59 @@ def burst_attention(
             mid-ring later calls on the same process group are refused, on all ranks.
     """
     config = _CONFIG if config is None else config
-    request = None
-    if torch.compiler.is_compiling():  # a compiled call is checked when it runs
-        k, v, up, travels = _keys(k, v, latent, unknown)
-        q, k, v, up = autocast(q, k, v, up)
-        handles = topology.handle, mask.handle, config.handle
-        scale, softcap = (None if x is None else guard_scalar(x) for x in (softmax_scale, softcap))
-        handle = handle_of(handles, scale, softcap, bool(return_lse), bool(return_max_logit), travels)
+    softcap = None if softcap == 0 else softcap  # 0: none, as flash-attn has it
+    wanted = bool(return_lse), bool(return_max_logit)
+    if torch.compiler.is_compiling():  # the call is checked when the graph runs
+        softmax_scale, softcap = (None if x is None else guard_scalar(x) for x in (softmax_scale, softcap))
+        telling: AbstractContextManager[None] = nullcontext()
     else:
-        if not isinstance(topology, Topology):
-            raise ValueError(
-                f"topology must be a Topology, got {brief(topology)}: Topology.from_group(group), of a "
-                f"DeviceMesh mesh.get_group(), or Topology.single()"
-            )
-        with refusing(agreement_of(topology)):
-            k, v, up, travels = _keys(k, v, latent, unknown)
-            if torch._C._is_any_autocast_enabled():  # of any device
-                q, k, v, up = autocast(q, k, v, up)
-            numbers = softmax_scale, softcap, bool(return_lse), bool(return_max_logit), travels
-            options = Options.of(topology, mask, config, *numbers)
-            request, handle = validate(q, k, v, options, sinks=sinks, up=up), options.handle
-    tensors = [x for x in (q, k, v, sinks, up) if x is not None]
-    needs_gradient = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    args = ForwardArgs(q, k, v, sinks, handle, needs_gradient, up=up)
-    if in_checkpoint():
-        results: ForwardResults = _checkpointed(args, request)
-    else:
-        results = ForwardResults(*attention_forward(*args)) if request is None else attend(args, request)
-    if not return_lse and not return_max_logit:
-        return results.out
-    lse = [results.lse.transpose(1, 2)] if return_lse else []
-    max_logit = [results.max_logit.detach()] if return_max_logit else []
-    return results.out, *lse, *max_logit
+        check_topology(topology)
+        telling = refusing(agreement_of(topology))
+    with telling:
+        tensors, travels = tensors_of(q, k, v, latent, sinks, unknown)
+    options = Options(topology, mask, config, softmax_scale, softcap, *wanted, travels)
+    out, lse, max_logit = _attended(tensors, options)
+    results = [out]
+    if return_lse:
+        results.append(lse.transpose(1, 2))
+    if return_max_logit:
+        results.append(max_logit)
+    return out if len(results) == 1 else tuple(results)
 
+
+def _attended(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, lse and the largest scores: by the autograd function, or for a graph by the operator."""
+    if torch.compiler.is_compiling():
+        if keeps_results():  # torch matches saved tensors of a forward and its recomputation by their order
+            out, lse, max_logit = _untraced(tensors, options)
+            return out, lse, max_logit
+        key = key_in_graph(*options)
+    else:
+        with refusing(agreement_of(options.topology)):
+            request = validate(tensors, options)
+        if entered.in_checkpoint or not is_in_torch_dispatch_mode():
+            return attend(tensors, request, options.topology)
+        keyed = Keyed(options)  # alive until the operator is done
+        key = keyed.key
+    out, lse, max_logit, _ = attention_forward(*tensors, key, gradient_wanted(tensors))
+    return out, lse, max_logit
+
+
+_untraced = torch.compiler.disable(_attended)
 
 _ARGUMENTS = [*burst_attention.__annotations__][:-2]
 """The names of the arguments: not of what is unknown, nor of the result."""
 
 
-def _keys(
-    k: Tensor | None, v: Tensor | None, latent: Latent | None, unknown: dict[str, Never]
-) -> tuple[Tensor, Tensor, Tensor | None, str]:
-    """Return k, v, no weights, "off"; or the latent and the rope key as [B, S, 1, .], and their weights."""
+def tensors_of(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    latent: Latent | None,
+    sinks: Tensor | None,
+    unknown: dict[str, Never],
+) -> tuple[Tensors, str]:
+    """Return the tensors of a call, cast as under autocast, and `Latent.travels`."""
     if unknown:
         ours = {name: f"config=BurstConfig({name}=...)" for name in SETTINGS}
         raise no_argument("burst_attention", unknown, _ARGUMENTS, ours)
@@ -153,49 +165,14 @@ def _keys(
         if k is None or v is None:
             missing = " and ".join(name for name, tensor in (("k", k), ("v", v)) if tensor is None)
             raise ValueError(f"burst_attention needs k and v, or latent=Latent(...), got no {missing}")
-        return k, v, None, "off"
-    if k is not None or v is not None:
-        raise ValueError("burst_attention takes k and v, or latent, not both")
-    if not isinstance(latent, Latent) or not all(isinstance(x, Tensor) for x in latent[:3]):
-        parts = latent[:3] if isinstance(latent, Latent) else (latent,)
-        got = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(f"latent must be a Latent(compressed, rope_key, weight) of tensors, got {got}")
-    check_dense("latent.compressed", latent.compressed)
-    if latent.compressed.dim() != 3:
-        raise ValueError(
-            f"latent.compressed must be [batch, local sequence, R], got {tuple(latent.compressed.shape)}"
-        )
-    return latent.compressed.unsqueeze(2), latent.rope_key, latent.weight, latent.travels
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _checkpointed(args: ForwardArgs, request: Request | None) -> ForwardResults:
-    """Return the results of a call that is made in a checkpointed function.
-
-    Not compiled: a forward that saves a tail and its recomputation would be two graphs, and torch matches
-    their saved tensors by place.
-    """
-    agreement = agreement_of(topology_of(args.options))
-    with refusing(agreement):
-        options = options_of(args.options)
-        request = request or validate(*args[:3], options, sinks=args.sinks, up=args.up)
-        own_id = CallId(request.shard, entered.layer, options.told, request.sinks)
-        tails = [replay.replay(own_id) for replay in entered.replays]
-        tail = next((tail for tail in tails if tail is not None), None)
-        keep, at_most = max([(0.0, False), *(recording.share(own_id) for recording in entered.recordings)])
-    if tail is not None:
-        results = attend(args._replace(tail=tail.tensors, cut=tail.cut), request)
+        up, travels = None, "off"
     else:
-        args = args._replace(keep=keep, at_most=at_most)
-        results = attend(args, request)
-        lse_at_home = request.return_lse or request.sinks
-        tensors = results.whole(lse_at_home=lse_at_home) if args.whole else results.tail
-        cut = unpack(results.record).cut
-        tail = SavedTail(cut, [x.detach() for x in tensors], copied=not args.whole)
-    with refusing(agreement):
-        for recording in entered.recordings:
-            recording.record(own_id, tail)
-    return results
+        if k is not None or v is not None:
+            raise ValueError("burst_attention takes k and v, or latent, not both")
+        check_parts(latent)
+        k, v, up, travels = latent.compressed.unsqueeze(2), latent.rope_key, latent.weight, latent.travels
+    q, k, v, up = autocast(q, k, v, up)
+    return Tensors(q, k, v, sinks, up), travels
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:

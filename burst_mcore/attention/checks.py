@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.dtypes import DTYPES
@@ -134,6 +135,28 @@ def _nearest(mask: object) -> str:
     if isinstance(mask, str) and mask in ("causal", "full"):
         return f"Mask.{mask}()"
     return "Mask.causal(), Mask.full(), Mask.window(left, right), Mask.documents(cu_seqlens), ..."
+
+
+def check_topology(topology: Topology) -> None:
+    """Refuse other things than a topology."""
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"topology must be a Topology, got {brief(topology)}: Topology.from_group(group), of a "
+            f"DeviceMesh mesh.get_group(), or Topology.single()"
+        )
+
+
+def check_parts(latent: Latent) -> None:
+    """Refuse other things than a latent of tensors, compressed to [B, S, R]."""
+    if not isinstance(latent, Latent) or not all(isinstance(x, Tensor) for x in latent[:3]):
+        parts = latent[:3] if isinstance(latent, Latent) else (latent,)
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"latent must be a Latent(compressed, rope_key, weight) of tensors, got {got}")
+    check_dense("latent.compressed", latent.compressed)
+    if latent.compressed.dim() != 3:
+        raise ValueError(
+            f"latent.compressed must be [batch, local sequence, R], got {tuple(latent.compressed.shape)}"
+        )
 
 
 def check_group(topology: Topology, device: str) -> None:

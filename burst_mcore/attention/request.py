@@ -1,8 +1,7 @@
 """Requests: one rank's legal arguments, which resolve to a `Call` once the lengths of all ranks are known.
 
-`Options` are the arguments besides tensors, under one handle. A rank cannot tell the length of the global
-sequence from its own share. So `validate` makes the request before the ranks have met, and `resolve` the call
-after.
+A rank cannot tell the length of the global sequence from its own shard. So `validate` makes the request
+before the ranks have met, and `resolve` the call after.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,94 +38,45 @@ from burst_mcore.layout import Layout
 from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
-from burst_mcore.registry import ensure, lookup
 
 REQUESTS = 256
 """Requests that are remembered: of so many masks, configurations and shapes, those used last."""
 
 
-@dataclass(frozen=True, eq=False)
-class Options:
-    """What a call is asked for, besides its tensors."""
+class Options(NamedTuple):
+    """The arguments of a call besides its tensors."""
 
-    handle: str
-    """The handles of topology, mask and config, which somebody must keep alive, and the numbers."""
+    topology: Topology
     mask: Mask
     config: BurstConfig
-    softmax_scale: float | None
-    softcap: float | None
-    return_lse: bool
-    return_max_logit: bool
-    travels: str
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    return_lse: bool = False
+    return_max_logit: bool = False
+    travels: str = "off"
     """`Latent.travels`."""
 
-    @classmethod
-    def of(
-        cls,
-        topology: Topology,
-        mask: Mask,
-        config: BurstConfig,
-        softmax_scale: float | None = None,
-        softcap: float | None = None,
-        return_lse: bool = False,
-        return_max_logit: bool = False,
-        travels: str = "off",
-    ) -> Options:
-        """Return the options of these values, the same for equal ones; ValueError if they are not legal."""
-        softcap = None if softcap == 0 else softcap
-        check_settings(mask, config, softmax_scale, softcap, travels)
-        scale = None if softmax_scale is None else float(softmax_scale)  # numpy's too
-        softcap = None if softcap is None else float(softcap)
-        handles = ensure(topology), ensure(mask), ensure(config)
-        return options_of(handle_of(handles, scale, softcap, return_lse, return_max_logit, travels))
 
-    @cached_property
-    def told(self) -> dict[str, str]:
-        """The options by name, for messages and comparisons."""
-        names = "topology", "mask", "config", *_NUMBERS, "travels"
-        return dict(zip(names, self.handle.split("\n"), strict=True))
+class Tensors(NamedTuple):
+    """The tensors of a call on this rank."""
 
+    q: Tensor
+    """[B, S, H, D]."""
+    k: Tensor
+    """[B, S, Hkv, D]; with `up` the latent, [B, S, 1, R]."""
+    v: Tensor
+    """[B, S, Hkv, Dv]; with `up` the rope key, [B, S, 1, Dr]."""
+    sinks: Tensor | None = None
+    """[H]."""
+    up: Tensor | None = None
+    """[H, R, Dk + Dv], the weights that make K and V of a latent: see `Latent`."""
 
-_NUMBERS = "softmax_scale", "softcap", "return_lse", "return_max_logit"
-
-
-def handle_of(
-    handles: Sequence[str],
-    softmax_scale: float | None,
-    softcap: float | None,
-    return_lse: bool,
-    return_max_logit: bool,
-    travels: str,
-) -> str:
-    """Return the handle of options; a compiled graph can make it.
-
-    handles: those of topology, mask and config.
-    """
-    topology, mask, config = handles
-    numbers = f"{softmax_scale}\n{softcap}\n{return_lse}\n{return_max_logit}"
-    return f"{topology}\n{mask}\n{config}\n{numbers}\n{travels}"
-
-
-@lru_cache(maxsize=REQUESTS)
-def options_of(handle: str) -> Options:
-    """Return the options of a handle, the same for equal ones; they may not be legal: see `request_of`.
-
-    Raises:
-        RuntimeError: the mask or the config is no longer there.
-    """
-    topology, mask, config, *numbers, return_lse, return_max_logit, travels = handle.split("\n")
-    wanted = return_lse == "True", return_max_logit == "True"
-    scale, softcap = (None if text == "None" else float(text) for text in numbers)
-    softcap = softcap or None  # 0: none, as flash-attn has it
-    # A compiled graph writes 1 where an eager call writes 1.0: to a recomputation both are the same call.
-    handle = handle_of((topology, mask, config), scale, softcap, *wanted, travels)
-    return Options(handle, lookup(mask), lookup(config), scale, softcap, *wanted, travels)
-
-
-def topology_of(handle: str) -> Topology:
-    """Return the topology in a handle of options; RuntimeError if it is no longer there."""
-    topology: Topology = lookup(handle.partition("\n")[0])
-    return topology
+    @property
+    def value_dim(self) -> int:
+        """The width of a value, and of a result."""
+        if self.up is None:
+            return self.v.shape[3]
+        return self.up.shape[2] - (self.q.shape[3] - self.v.shape[3])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,30 +131,24 @@ class Request:
         }
 
 
-def validate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    *,
-    sinks: Tensor | None = None,
-    up: Tensor | None = None,
-) -> Request:
-    """Return the request that these arguments make; ValueError if they are not legal on any other ranks.
-
-    Args:
-        up: the weights of a latent, if k and v are it and its rope key: see `Latent`.
-    """
-    may_be_empty, grad_dtype = topology_of(options.handle).size > 1, options.config.grad_dtype
+def validate(tensors: Tensors, options: Options) -> Request:
+    """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
+    q, k, v, sinks, up = tensors
+    topology, mask, config, scale, softcap, _, _, travels = options
+    check_settings(mask, config, scale, softcap, travels)
+    may_be_empty = topology.size > 1
     if up is None:
         check_tensors(q, k, v, may_be_empty=may_be_empty)
-        shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, grad_dtype)
+        shard = shard_of(q.shape, k.shape[2], v.shape[3], q.dtype, config.grad_dtype)
     else:
         check_latent(q, k, v, up, may_be_empty=may_be_empty)
-        value_dim = up.shape[2] - (q.shape[3] - v.shape[3])
-        shard = shard_of(q.shape, q.shape[2], value_dim, q.dtype, grad_dtype, (k.shape[3], v.shape[3]))
+        latent = k.shape[3], v.shape[3]
+        shard = shard_of(q.shape, q.shape[2], tensors.value_dim, q.dtype, config.grad_dtype, latent)
     check_sinks(sinks, q)
-    return request_of(shard, q.device.type, options, sinks=sinks is not None)
+    request = request_of(shard, q.device.type, options, sinks=sinks is not None)
+    if topology.size > 1:
+        check_group(topology, q.device.type)
+    return request
 
 
 @lru_cache(maxsize=REQUESTS)
@@ -225,33 +169,41 @@ def shard_of(
 
 def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> Request:
     """Return the request of legal tensors of these shapes; see `validate`."""
-    request = _request(shard, device, options, sinks)
-    if request.ranks.size > 1:
-        check_group(topology_of(options.handle), device)
-    return request
+    topology = options.topology
+    place = topology.rank, topology.size, topology.intra_size
+    return _request(place, topology.rates, shard, device, sinks, options[1:])
 
 
 @lru_cache(maxsize=REQUESTS)
-def _request(shard: Shard, device: str, options: Options, sinks: bool) -> Request:
-    topology, config = topology_of(options.handle), options.config
-    check_settings(options.mask, config, options.softmax_scale, options.softcap, options.travels)
-    ranks = Ranks(topology.size, topology.intra_size)
-    Layout.of(config.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
+def _request(
+    place: tuple[int, int, int],
+    rates: Rates | None,
+    shard: Shard,
+    device: str,
+    sinks: bool,
+    options: tuple[Any, ...],
+) -> Request:
+    """Return a request; cached without the topology, whose process groups must not outlive it."""
+    mask, config, scale, softcap, return_lse, return_max_logit, travels = options
+    rank, size, intra = place
+    ranks = Ranks(size, intra)
+    Layout.of(config.layout).divisor(size)  # raises if it does not go with so many ranks
     degrees_of(config, ranks, shard)
-    scale = shard.head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    margin = config.sm_margin if ranks.size > 1 else 0
+    scale = shard.head_dim**-0.5 if scale is None else float(scale)  # numpy's too
+    softcap = None if softcap is None else float(softcap)
+    margin = config.sm_margin if size > 1 else 0
     return Request(
-        rank=topology.rank,
+        rank=rank,
         ranks=ranks,
-        rates=topology.rates or default_rates(device),
-        mask=options.mask,
+        rates=rates or default_rates(device),
+        mask=mask,
         config=config,
         device=device,
         shard=shard,
-        scores=Scores(scale, options.softcap, config.deterministic, margin, options.return_max_logit),
-        return_lse=options.return_lse,
+        scores=Scores(scale, softcap, config.deterministic, margin, return_max_logit),
+        return_lse=return_lse,
         sinks=sinks,
-        travels=options.travels,
+        travels=travels,
     )
 
 

@@ -6,8 +6,8 @@ import math
 import weakref
 from dataclasses import dataclass, field
 
-from burst_mcore.attention.recompute.cuts import check_keep
-from burst_mcore.attention.recompute.replay import SavedTail
+from burst_mcore.attention.geometry.cuts import check_keep
+from burst_mcore.attention.operator.replay import SavedTail
 from burst_mcore.checkpointing.offload import OffloadedResults, may_move
 from burst_mcore.checkpointing.scope import Held, Policy
 from burst_mcore.words import brief
@@ -39,7 +39,7 @@ class Segment(Policy):
 
     keep: the share to keep, from 0 (`Full`) to 1 (`KeepAttention`); of a causal forward (1 - keep)^2 is
         computed again. The share moves to the nearest cut that the layout balances (`cuts.cut_for` in
-        attention/recompute). Or "auto": the largest that fits `memory_gb`.
+        attention/geometry). Or "auto": the largest that fits `memory_gb`.
     memory_gb: with "auto", GB (10^9 bytes) that kept results of this rank may take at once. The first step
         keeps nothing, and counts the calls that share this memory: use one Segment for all steps.
 

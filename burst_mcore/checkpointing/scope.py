@@ -15,16 +15,14 @@ from typing import Protocol
 import torch
 
 from burst_mcore.attention.operator.agree import agreement_of
-from burst_mcore.attention.recompute.replay import (
+from burst_mcore.attention.operator.replay import (
     CallId,
     RecomputeError,
     SavedTail,
-    following,
     recording,
     replaying,
 )
 from burst_mcore.checkpointing.offload import OnDevice
-from burst_mcore.registry import lookup
 
 
 class Held(Protocol):
@@ -96,8 +94,7 @@ class Record:
     def forward(self) -> Iterator[None]:
         """Wrap the forward: record the calls in it, from the first on."""
         self.call_ids, self.held = [], []
-        run = _Forward(self)
-        with following(run) if self.policy.keeps_nothing else recording(run):
+        with recording(_Forward(self)):
             yield
 
     @contextlib.contextmanager
@@ -108,7 +105,7 @@ class Record:
             RecomputeError: the recomputation came to its end, and made fewer calls than the forward.
         """
         again = _Recomputation(self)
-        with following(again) if self.policy.keeps_nothing else replaying(again):
+        with replaying(again):
             yield
         if again.calls < len(self.call_ids):
             missing = self.call_ids[again.calls]
@@ -117,7 +114,7 @@ class Record:
                 f"forward made {len(self.call_ids)}; the next was {missing}: a checkpointed function must do "
                 f"the same both times"
             )
-            agreement = agreement_of(lookup(missing.options["topology"]))
+            agreement = agreement_of(missing.topology)
             if agreement is not None:  # the other ranks may wait for the call
                 agreement.refuse(error)
             raise error
@@ -126,33 +123,23 @@ class Record:
 class _Forward:
     def __init__(self, record: Record) -> None:
         self._record = record
+        self.keeps = not record.policy.keeps_nothing
 
     def share(self, call_id: CallId) -> tuple[float, bool]:
         return self._record.policy.share(call_id.bytes)
 
     def record(self, call_id: CallId, tail: SavedTail) -> None:
-        self.follow(call_id)
-        self._record.held.append(self._record.policy.hold(tail))
-
-    def follow(self, call_id: CallId) -> None:
         self._record.call_ids.append(call_id)
+        self._record.held.append(self._record.policy.hold(tail) if self.keeps else None)
 
 
 class _Recomputation:
     def __init__(self, record: Record) -> None:
         self._record = record
+        self.keeps = not record.policy.keeps_nothing
         self.calls = 0
 
     def replay(self, call_id: CallId) -> SavedTail | None:
-        number, record = self.calls, self._record
-        self.follow(call_id)
-        held, record.held[number] = record.held[number], None
-        try:
-            return None if held is None else held.take()
-        except RecomputeError as error:
-            raise RecomputeError(f"{call_id} in {record.name}: {error}") from error
-
-    def follow(self, call_id: CallId) -> None:
         number, record = self.calls, self._record
         self.calls += 1
         if number >= len(record.call_ids):
@@ -166,6 +153,11 @@ class _Recomputation:
                 f"call {number + 1} of burst_attention in the recomputation of {record.name}, {call_id}, is "
                 f"another than in its forward: {call_id.unlike(record.call_ids[number])}"
             )
+        held, record.held[number] = record.held[number], None
+        try:
+            return None if held is None else held.take()
+        except RecomputeError as error:
+            raise RecomputeError(f"{call_id} in {record.name}: {error}") from error
 
 
 def is_recorded(policy: Policy) -> bool:

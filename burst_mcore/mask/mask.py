@@ -21,7 +21,6 @@ from burst_mcore.digest import digest
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened, united
 from burst_mcore.mask.tables import documents_of, images_of, integers, is_int, pairs_of, tensor_of, tree_of
 from burst_mcore.mask.terms import Blocks, Chunks, Documents, Images, Ranges, Stride, Term, Tree, Window
-from burst_mcore.registry import Registered, register
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
 """The kinds of a slice of `Mask.ranges`."""
@@ -29,7 +28,7 @@ _SPELLINGS = {"inv-causal": "inverse-causal", "bicausal": "bi-causal"}
 
 
 @dataclass(frozen=True)
-class Mask(Registered):
+class Mask:
     """A mask over the global sequence. Build it with the class methods, join with `&` and `|`.
 
     Masks compare and hash by value, so that plans are made once for equal masks.
@@ -44,7 +43,6 @@ class Mask(Registered):
                 f"{self.terms!r} is no mask: build one with Mask.causal(), full(), window(), dilated(), "
                 f"chunked(), documents(), blocks(), ranges(), images(), prefix(), tree(), `&` and `|`"
             )
-        register(self, f"Mask({self})")
 
     @classmethod
     def full(cls) -> Mask:

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.recompute.cuts import check_keep
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.rates import Rates

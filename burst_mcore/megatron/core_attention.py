@@ -30,7 +30,7 @@ from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.recompute.replay import in_checkpoint, of_layer
+from burst_mcore.attention.operator.replay import entered, of_layer
 from burst_mcore.attention.request import problem_of, shard_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
@@ -201,7 +201,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
                 f"K and V: its class replaces how MLASelfAttention makes them; use auto or off"
             )
         # Only there: compiled, layers that say their number are code of their own.
-        with of_layer(f"layer {self.layer_number}") if in_checkpoint() else contextlib.nullcontext():
+        with of_layer(f"layer {self.layer_number}") if entered.in_checkpoint else contextlib.nullcontext():
             seen = mask_of_call(packed_seq_params, mask & self.window, self.window)
             asked: dict[str, Any] = {"topology": topology, "mask": seen, "config": config}
             asked["softmax_scale"] = self.softmax_scale

@@ -13,9 +13,9 @@ from burst_mcore.attention.autotune.choose import best, reason
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import tried
 from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
-from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import refuse_batch, refuse_config, sequence_parallel_size
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of

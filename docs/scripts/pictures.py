@@ -19,8 +19,8 @@ from timelines import COMMANDS, timeline
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.autotune.cost import allowed_pairs
+from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.recompute.cuts import cut_for
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
     KEPT,

@@ -1,13 +1,10 @@
 """burst_attention as an operator: opcheck, compiled whole, and what it keeps alive."""
 
 import gc
-import pickle
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
-import limits
 import pytest
 import torch
 import torch._dynamo
@@ -26,16 +23,14 @@ from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.autotune import question
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.operator.ops import attention_backward, attention_forward
-from burst_mcore.attention.operator.schema import BackwardArgs, ForwardArgs, ForwardResults, Saved
+from burst_mcore.attention.operator import compiled
+from burst_mcore.attention.operator.compiled import Keyed, attention_backward, attention_forward
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.request import Options
-from burst_mcore.attention.runtime import record as records
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.capture import refuse_capture
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module
-from burst_mcore.registry import Registered, lookup, register
 
 PACKAGE = Path(request_module.__file__).parents[1]
 
@@ -60,12 +55,10 @@ def _functions_of_a_warm_forward(rank, size):
 def test_a_warm_forward_runs_few_functions_of_few_files():
     for functions in processes(2, _functions_of_a_warm_forward):
         files = {file for file, _ in functions}
-        assert 15 < len(files) <= 22 and 60 < len(functions) <= 110, sorted(functions)
+        assert 12 < len(files) <= 19 and 50 < len(functions) <= 110, sorted(functions)
 
 
-def _args(q, k, v, topology, mask, config, options=(), **changes):
-    handle = Options.of(topology, mask, config, *options).handle
-    return ForwardArgs(q, k, v, None, handle, needs_gradient=True)._replace(**changes)
+OPTIONS = Options(Topology.single(), Mask.causal(), BurstConfig())
 
 
 def _checked(rank, size, options, sunk):
@@ -73,41 +66,44 @@ def _checked(rank, size, options, sunk):
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = False
     q, k, v = (x.requires_grad_() for x in problem(0, 16, kv_heads=2, dtype=torch.float32)[:3])
-    topology, mask, config = Topology.single(), Mask.causal(), BurstConfig()
     sinks = torch.randn(4, requires_grad=True) if sunk else None
-    for keep in (0.0, 0.5, 1.0):
-        args = _args(q, k, v, topology, mask, config, options, sinks=sinks, keep=keep)
-        torch.library.opcheck(attention_forward, args)
-        results = ForwardResults(*attention_forward(*args))
-        if results.tail:  # the recomputation
-            tail, cut = [x.detach() for x in results.tail], records.unpack(results.record).cut
-            torch.library.opcheck(attention_forward, args._replace(keep=0.0, tail=tail, cut=cut))
+    keyed = Keyed(OPTIONS._replace(**options))
+    results = attention_forward(q, k, v, sinks, None, keyed.key, True)
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if options.get("return_lse") and options.get("return_max_logit"):  # else they hold no numbers to compare
+        tests.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(attention_forward, (q, k, v, sinks, None, keyed.key, True), test_utils=tests)
+    out, lse, _, ticket = (x.detach() for x in results)
+    inputs = torch.ones_like(out), None, *(x.detach() for x in (q, k, v)), sinks, None
+    torch.library.opcheck(
+        attention_backward,
+        (*inputs, out, lse, ticket, keyed.key),
+        test_utils=["test_schema", "test_faketensor"],
+    )
     return True
 
 
-def test_what_a_call_is_asked_for_is_one_argument_of_its_operators():
-    assert len(ForwardArgs._fields) <= 11 and len(BackwardArgs._fields) <= 14
-
-
-def test_arguments_are_validated_once(monkeypatch):
-    validated, check = [], request_module.check_tensors
+def test_a_call_is_checked_once(monkeypatch):
+    checked, check = [], request_module.check_tensors
     monkeypatch.setattr(
-        request_module, "check_tensors", lambda *args, **kw: validated.append(args) or check(*args, **kw)
+        request_module, "check_tensors", lambda *args, **kw: checked.append(args) or check(*args, **kw)
     )
     q, k, v = (x.requires_grad_() for x in problem(0, 16, dtype=torch.float32)[:3])
     topology, mask = Topology.single(), Mask.causal()
     burst_attention(q, k, v, topology=topology, mask=mask).sum().backward()
-    assert len(validated) == 1
-    attention_forward(*_args(q, k, v, topology, mask, BurstConfig()))
-    assert len(validated) == 2
-    with pytest.raises(ValueError, match="k and v must have the same number of heads"):
-        attention_forward(*_args(q, k, v[:, :, :1], topology, mask, BurstConfig()))
-    for illegal, words in (((-1.0,), "softmax_scale must be positive"), ((None, -1.0), "softcap must be")):
-        args = _args(q, k, v, topology, mask, BurstConfig())
-        handles = topology.handle, mask.handle, BurstConfig().handle
-        handle = request_module.handle_of(handles, *(*illegal, None)[:2], False, False, "off")
+    assert len(checked) == 1
+
+
+def test_the_operator_checks_what_a_graph_gives_it():
+    q, k, v = problem(0, 16, dtype=torch.float32)[:3]
+    for v_given, changes, words in (
+        (v[:, :, :1], {}, "k and v must have the same number of heads"),
+        (v, {"softmax_scale": -1.0}, "softmax_scale must be positive"),
+        (v, {"softcap": -1.0}, "softcap must be"),
+    ):
+        keyed = Keyed(OPTIONS._replace(**changes))
         with pytest.raises(ValueError, match=words):
-            attention_forward(*args._replace(options=handle))
+            attention_forward(q, k, v_given, None, None, keyed.key, True)
 
 
 class Watch(TorchDispatchMode):
@@ -140,8 +136,8 @@ def test_operators_are_there_for_whoever_watches_and_cost_others_nothing():
     ("sunk", "options"),
     crossed(
         (False, True),
-        ((None, None, False), (0.3, 2.0, True)),
-        quick=lambda sunk, options: sunk != options[2],
+        ({}, {"softmax_scale": 0.3, "softcap": 2.0, "return_lse": True, "return_max_logit": True}),
+        quick=lambda sunk, options: sunk == bool(options),
     ),
     ids=str,
 )
@@ -176,8 +172,8 @@ def _compiled(rank, size, config):
         out = run(mine)
         out.square().sum().backward()
         got.append([out, mine.grad, *(p.grad.clone() for p in layer.parameters())])
-    for eager, compiled in zip(*got, strict=True):
-        torch.testing.assert_close(compiled, eager)
+    for eager, same in zip(*got, strict=True):
+        torch.testing.assert_close(same, eager)
     return True
 
 
@@ -241,54 +237,41 @@ def test_compiled_calls_take_other_numbers_and_outlive_what_is_cached():
     run = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for numbers in ((0.3, None), (0.4, 0), (0.5, 2.0), (None, 3.0), (1, 0.7), (0.3, None)):
         assert torch.equal(run(p.q, *numbers), attend(p.q, *numbers)), numbers
-        request_module.options_of.cache_clear()
+        request_module._request.cache_clear()
         gc.collect()
 
 
-def _a_trace_fails(rank, size):
-    """Compiled with heads shared, rank 0 of an uneven sequence cannot be traced; the ring goes on."""
-    group = dist.new_group(timeout=limits.OF_A_GROUP)
-    topology, mask = Topology.from_group(group, intra_size=size), Mask.causal()
-    config = BurstConfig(head_parallel=2)
+def _compiled_with_heads_shared(rank, size):
+    """Ranks of an uneven sequence share heads: a graph knows shapes of this rank alone."""
+    topology, p = Topology.from_group(dist.group.WORLD), problem(0, 37, dtype=torch.float32)
+    options, got = {"topology": topology, "mask": Mask.causal(), "config": BurstConfig(head_parallel=2)}, []
 
-    def attend(x):
-        return burst_attention(x, x, x, topology=topology, mask=mask, config=config)
+    def attend(q, k, v):
+        return burst_attention(q, k, v, **options)
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    start = time.monotonic()
-    with pytest.raises(Exception, match="takes for granted that every rank holds 57 tokens") as caught:
-        compiled(torch.ones(1, 57 + rank, 2, 8))
-    seconds = time.monotonic() - start
-    torch.testing.assert_close(compiled(torch.ones(1, 64, 2, 8)), attend(torch.ones(1, 64, 2, 8)))
-    return str(caught.value), seconds
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        mine = [shard(x, 1, rank=rank, size=size, layout="zigzag").requires_grad_() for x in p]
+        out = run(*mine[:3])
+        out.backward(mine[3])
+        got.append([out, *(x.grad for x in mine[:3])])
+    return all(map(torch.equal, *got))
 
 
-def test_a_rank_whose_trace_fails_tells_the_others():
-    (_, _), (told, seconds) = processes(2, _a_trace_fails)
-    assert "rank 0 of the ring refused this call: ValueError" in told
-    assert seconds < limits.AT_ONCE, "an error that came by the limit of the group"
-
-
-def _devices_of_results(rank, size):
-    """The devices of all that the operators return and save, of tensors on CUDA without data."""
-    values = Topology.single(), Mask.causal(), BurstConfig()
-    with FakeTensorMode():
-        q, k, v = (torch.empty(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        args = _args(q, k, v, *values, (None, None, True), sinks=torch.empty(4, device="cuda"))
-        results = ForwardResults(*attention_forward(*args))
-        saved = Saved.of(args, results)._asdict()
-        gradients = attention_backward(
-            *BackwardArgs(q, results.lse, kv_heads=4, options=args.options, **saved)
-        )
-    leaves = tree_leaves([list(results), list(saved.values()), list(gradients)])
-    tensors = [x for x in leaves if x is not None]  # there is no latent
-    assert len(tensors) == 4 + 8 + 5
-    return {x.device.type for x in tensors}
+def test_compiled_calls_share_heads_of_uneven_shards():
+    assert all(processes(2, _compiled_with_heads_shared))
 
 
 def test_no_result_of_the_operators_is_on_another_device_than_q():
     """A tensor of the CPU among a graph's inputs or outputs turns CUDA graphs off."""
-    assert processes(1, _devices_of_results) == [{"cuda"}]
+    keyed = Keyed(OPTIONS)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        sinks = torch.empty(4, device="cuda")
+        out, lse, max_logit, ticket = attention_forward(q, k, v, sinks, None, keyed.key, True)
+        inputs = q, None, q, k, v, sinks, None
+        gradients = attention_backward(*inputs, out, lse, ticket, keyed.key)
+    tensors = [out, lse, max_logit, ticket, *gradients]
+    assert len(tensors) == 9 and {x.device.type for x in tensors} == {"cuda"}
 
 
 def _devices_of_graphs(rank, size):
@@ -316,44 +299,45 @@ def test_a_compiled_layer_hands_its_backward_nothing_of_another_device():
     assert processes(1, _devices_of_graphs) == [{"forward": {"meta"}, "backward": {"meta"}}]
 
 
-def _read(rank, size, packed, hooks):
-    """Whether the values of a record's tensor were read by a backward."""
-    topology, read, unpack = Topology.from_group(dist.group.WORLD), [], records.unpack
-    p = problem(0, 32, dtype=torch.float32)
-    q, k, v = (shard(x, 1, rank=rank, size=size, layout="zigzag").requires_grad_() for x in p[:3])
-    run = torch.compile(_plain(topology), fullgraph=True, backend="aot_eager") if packed else _plain(topology)
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if hooks else nullcontext():
-        out = run(q, k, v)
-    records.unpack = lambda packed: read.append(records.known(packed) is None) or unpack(packed)
-    out.sum().backward()
-    (was_read,) = read
-    return was_read
+def _moved(rank, size, config):
+    """The gradients of a compiled call whose saved tensors a hook has copied, and of an eager call."""
+    topology, mask = Topology.from_group(dist.group.WORLD), Mask.causal()
+    p, got = problem(0, 32, dtype=torch.float32), []
+
+    def attend(q, k, v):
+        return burst_attention(q, k, v, topology=topology, mask=mask, config=config)
+
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        mine = [shard(x, 1, rank=rank, size=size, layout="zigzag").requires_grad_() for x in p]
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            out = run(*mine[:3])
+        out.backward(mine[3])
+        got.append([x.grad for x in mine[:3]])
+    return all(map(torch.equal, *got))
 
 
-def _plain(topology):
-    mask, config = Mask.causal(), BurstConfig()
-    return lambda q, k, v: burst_attention(q, k, v, topology=topology, mask=mask, config=config)
+def test_hooks_may_move_what_a_compiled_call_saves():
+    assert all(processes(2, _moved, BurstConfig()))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
-def test_the_values_of_a_record_are_read_only_where_a_compiled_call_has_moved_it(packed, hooks):
-    assert processes(2, _read, packed, hooks) == [packed and hooks] * 2
+def _moved_with_heads_shared(rank, size):
+    with pytest.raises(Exception, match="a hook has moved the saved tensors of a compiled call"):
+        _moved(rank, size, BurstConfig(head_parallel=2))
+    return True
 
 
-def test_a_record_is_known_as_long_as_its_tensor_lives():
-    record = records.CallRecord(7, 64, (30, 34))
-    packed = records.pack(record, torch.device("cpu"))
-    copy, address = packed.clone(), packed.data_ptr()
-    packed.fill_(-1)  # nobody looks
-    assert records.known(packed) is record and records.known(packed.view(2, 2)) is record
-    assert records.known(copy) is None and records.unpack(copy) == record
-    del packed
-    storage, _ = records._BY_ADDRESS[address]
-    assert storage.expired()
-    for _ in range(2 * records.MANY):
-        records.pack(record, torch.device("cpu"))
-    assert len(records._BY_ADDRESS) <= records.MANY
+def test_hooks_may_not_move_them_where_ranks_share_heads():
+    assert all(processes(2, _moved_with_heads_shared))
+
+
+def test_a_ticket_is_forgotten_with_its_tensor():
+    keyed, p = Keyed(OPTIONS), problem(0, 16, dtype=torch.float32)
+    tickets = [attention_forward(*p[:3], None, None, keyed.key, True)[3] for _ in range(3)]
+    addresses = {ticket.data_ptr() for ticket in tickets}
+    assert addresses <= compiled._KEPT.keys()
+    del tickets
+    attention_forward(*p[:3], None, None, keyed.key, True)
+    assert len(addresses & compiled._KEPT.keys()) <= 1  # the new ticket may have the memory of an old one
 
 
 def test_gradients_outlive_the_mask():
@@ -367,7 +351,6 @@ def test_gradients_outlive_the_mask():
         plan_of,
         call_of,
         request_module._request,
-        request_module.options_of,
         question._typical,
         mask_module._bands,
     ):  # they hold masks as well
@@ -375,38 +358,6 @@ def test_gradients_outlive_the_mask():
     gc.collect()
     out.backward(p.dout)
     assert error(q.grad, want.dq) < 1e-12
-
-
-class Thing(Registered):
-    def __init__(self):
-        register(self, "a thing")
-
-
-def test_what_is_gone_is_said_to_be():
-    thing = Thing()
-    assert lookup("a thing") is thing
-    del thing
-    gc.collect()
-    with pytest.raises(RuntimeError, match="keep the topology, the mask and the config"):
-        lookup("a thing")
-
-
-def test_what_was_unpickled_can_be_found():
-    mask = Mask.window(77, 0)
-    words, handle = pickle.dumps(mask), mask.handle
-    del mask
-    gc.collect()
-    again = pickle.loads(words)
-    assert lookup(handle) is again
-
-
-def test_equal_values_keep_each_other_findable():
-    first, second = Mask.window(123, 0), Mask.window(123, 0)
-    handle = first.handle
-    assert second.handle == handle
-    del first
-    gc.collect()
-    assert lookup(handle) == second
 
 
 def test_captures_in_cuda_graphs_are_refused(monkeypatch):

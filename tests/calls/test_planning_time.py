@@ -25,7 +25,7 @@ from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.request import Options, validate
+from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.rollouts import tree_mask, trees
@@ -46,7 +46,7 @@ def _planned(mask, layout):
     config = BurstConfig(layout=layout)
 
     def plan():
-        request = validate(q, kv, kv, Options.of(topology, mask, config))
+        request = validate(Tensors(q, kv, kv), Options(topology, mask, config))
         call = prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS)
         assert request.signature and call.signature
         return call, [call.program(name) for name in ("forward", call.direction)]
@@ -274,7 +274,7 @@ def _remember(mask):
     q = torch.empty(1, TOKENS // RANKS, 32, 128, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(1, TOKENS // RANKS, 8, 128, dtype=torch.bfloat16, device="meta")
     topology = Topology(rank=3, size=RANKS, intra_size=8)
-    prepare_module.remember(validate(q, kv, kv, Options.of(topology, mask, BurstConfig())))
+    prepare_module.remember(validate(Tensors(q, kv, kv), Options(topology, mask, BurstConfig())))
 
 
 def test_kinds_of_layers_that_share_a_plan_are_all_remembered(monkeypatch):
@@ -282,7 +282,7 @@ def test_kinds_of_layers_that_share_a_plan_are_all_remembered(monkeypatch):
     topology, plans = Topology(rank=3, size=RANKS, intra_size=8), []
     for heads in (32, 16, 32):
         q = torch.empty(1, TOKENS // RANKS, heads, 128, dtype=torch.bfloat16, device="meta")
-        request = validate(q, q, q, Options.of(topology, _packed(50, 4), BurstConfig()))
+        request = validate(Tensors(q, q, q), Options(topology, _packed(50, 4), BurstConfig()))
         plans.append(prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS).plan)
     assert plans[0] is plans[1] is plans[2]
     assert [request.shard.heads for request in prepare_module._remembered.values()] == [32, 16]

@@ -13,7 +13,7 @@ from test_trainer import trained
 
 from burst_mcore.attention import call as call_module
 from burst_mcore.attention import prepare as prepare_module
-from burst_mcore.attention.operator import agree, ops
+from burst_mcore.attention.operator import agree, function
 from burst_mcore.rollouts import fold
 from burst_mcore.transformers.data.loader import ShardedLoader
 
@@ -61,7 +61,7 @@ def _waiting(rank, size):
     prepare_module.await_plan = waited.around(prepare_module.await_plan, time.perf_counter)
     for module, names in (
         (agree, ("call_of",)),
-        (ops, ("call_of",)),
+        (function, ("call_of",)),
         (call_module, ("program", "tiles_of")),
     ):
         for name in names:

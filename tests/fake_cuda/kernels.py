@@ -31,7 +31,6 @@ from burst_mcore.attention.kernels import triton as own
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.numerics import rowwise
-from burst_mcore.attention.runtime import record
 from burst_mcore.dtypes import of_parts, wide
 from burst_mcore.loss import rows_triton
 
@@ -292,8 +291,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(rows_triton, name, _OfLoss(getattr(rows_triton, name), function))
     kernel = replace(table.KERNELS["triton"], forward=_own_forward, backward=_own_backward, in_place=OWN)
     patch.setitem(table.KERNELS, "triton", kernel)
-    has_memory = record.has_memory
-    patch.setattr(record, "has_memory", lambda x: isinstance(x, CudaTensor) or has_memory(x))
 
 
 def _module(patch: pytest.MonkeyPatch, path: str, members: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ import torch
 from masks import random_layout, random_mask
 
 from burst_mcore import Layout, Mask
+from burst_mcore.attention.geometry.cuts import EVEN, cut_for
 from burst_mcore.attention.geometry.plan import head_mask, plan_for
-from burst_mcore.attention.recompute.cuts import EVEN, cut_for
 from burst_mcore.layout.balance import imbalance
 
 CAUSAL = Mask.causal()

@@ -122,7 +122,7 @@ words = lambda draw: draw.choice(["backwards", f"rotated:{draw.randint(1, 9)}"])
 masks.random_layout = lambda draw, size, n: Layout.of(words(draw))
 import pickle, pytest, tables, test_layout, test_plan
 from burst_mcore.layout.balance import work
-from burst_mcore.attention.recompute.cuts import cut_for
+from burst_mcore.attention.geometry.cuts import cut_for
 hold(test_layout, test_plan)
 rotated = Layout("rotated", by=3)
 assert rotated == Layout.of("rotated:3") == pickle.loads(pickle.dumps(rotated)) != Layout("rotated", by=2)

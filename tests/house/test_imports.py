@@ -17,7 +17,7 @@ FILES = 14
 """Files of a folder at most, besides __init__.py."""
 FLOORS = {
     "burst_mcore": [
-        """version config layout registry mask rates machines digest dtypes agreement packages words
+        """version config layout mask rates machines digest dtypes agreement packages words
         scripts wrap capture loss""".split(),
         ["attention"],
         ["checkpointing", "recurrent"],
@@ -48,7 +48,7 @@ FLOORS = {
 WITHIN = {
     "attention": [
         {"geometry", "shard"},
-        {"recompute", "schedule", "numerics"},
+        {"schedule", "numerics"},
         {"autotune"},
         {"kernels", "runtime"},
         {"cached", "call", "checks"},

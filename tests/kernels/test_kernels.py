@@ -218,7 +218,7 @@ def test_auto_takes_first_the_kernels_whose_launches_are_large_and_says_so(hoppe
 def test_a_call_on_a_gpu_knows_what_its_mask_is_like(hopper, mask, name):
     config, topology = BurstConfig(), Topology.single()
     shard = shard_of((1, 64, 4, 128), 4, 128, torch.bfloat16, config.grad_dtype)
-    request = request_of(shard, "cuda", Options.of(topology, mask, config), sinks=False)
+    request = request_of(shard, "cuda", Options(topology, mask, config), sinks=False)
     assert resolve(request, [64]).kernel.name == name
 
 
@@ -235,7 +235,7 @@ def _shapes_planned(masks, n, kernel="auto"):
     shapes, config, topology = set(), BurstConfig(kernel=kernel, ring="flat"), Topology.single()
     for mask in masks:
         shard = shard_of((1, n // 4, 4, 128), 4, 128, torch.bfloat16, config.grad_dtype)
-        request = request_of(shard, "cuda", Options.of(topology, mask, config), sinks=False)
+        request = request_of(shard, "cuda", Options(topology, mask, config), sinks=False)
         call = resolve(replace(request, rank=1, ranks=Ranks(4, 4)), [n // 4] * 4)
         if call.kernel.name == "cudnn":
             for source in range(4):

@@ -24,7 +24,7 @@ from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.search import fastest
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.operator import ops
+from burst_mcore.attention.operator import function
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint
@@ -214,7 +214,7 @@ def test_kernels_that_add_in_place_take_it(ways):
 def _counted(rank, size):
     """(way, bytes sent in forward and backward, bytes of the program) of this rank."""
     sent, made, rows = [], [], []
-    batch, agreed = dist.batch_isend_irecv, ops.agree_on_call
+    batch, agreed = dist.batch_isend_irecv, function.agree_on_call
 
     def counting(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
@@ -224,7 +224,7 @@ def _counted(rank, size):
         made.append(agreed(*args))
         return made[-1]
 
-    dist.batch_isend_irecv, ops.agree_on_call = counting, watched
+    dist.batch_isend_irecv, function.agree_on_call = counting, watched
     topology, n = Topology.from_group(dist.group.WORLD), 256
     c = case(0, n, heads=4, dtype=torch.float32)
     for travels, backward, degree in itertools.product(("on", "off"), ("query", "kv"), (1, 2, 4)):

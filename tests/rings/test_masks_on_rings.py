@@ -30,7 +30,7 @@ from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.operator import ops
+from burst_mcore.attention.operator import function
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
@@ -220,7 +220,7 @@ def test_largest_logits_send_nothing_more_and_kernels_that_have_them_meet_no_pai
 
 def _counted(rank, size):
     """(what, bytes sent, bytes of this rank's program) of forward and backward."""
-    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, ops.agree_on_call
+    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, function.agree_on_call
 
     def counting(operations):
         sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
@@ -230,7 +230,7 @@ def _counted(rank, size):
         made.append(agreed(*args))
         return made[-1]
 
-    dist.batch_isend_irecv, ops.agree_on_call = counting, watched
+    dist.batch_isend_irecv, function.agree_on_call = counting, watched
     topology, rows = Topology.from_group(dist.group.WORLD), []
     n, window = 1024, 24
     cu = [0, 100, 101, 480, 481, 500, n]

@@ -13,7 +13,7 @@ from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.operator import ops
+from burst_mcore.attention.operator import function
 
 GQA = {"mha": 4, "gqa": 2, "mqa": 1}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -153,8 +153,8 @@ def test_bytes_on_the_wire_are_the_formulas_on_every_rank(size):
 
 def _auto(rank, size):
     travels, made = {}, []
-    agreed = ops.agree_on_call
-    ops.agree_on_call = lambda *args: made.append(agreed(*args)) or made[-1]
+    agreed = function.agree_on_call
+    function.agree_on_call = lambda *args: made.append(agreed(*args)) or made[-1]
     for kv_heads in (8, 1):
         p = problem(0, 8 * size, heads=8, kv_heads=kv_heads, dtype=torch.float32)
         q, k, v, _ = (shard(x, 1, rank=rank, size=size).requires_grad_() for x in p)

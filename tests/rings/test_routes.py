@@ -26,7 +26,7 @@ from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels import table
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.operator import ops
+from burst_mcore.attention.operator import function
 from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
@@ -120,14 +120,14 @@ def _bytes(rank, size, intra):
 
     dist.batch_isend_irecv = counting
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
-    made, agreed = [], ops.agree_on_call
+    made, agreed = [], function.agree_on_call
 
     def watched(*args):
         found = agreed(*args)
         made.append(found[0])
         return found
 
-    ops.agree_on_call = watched
+    function.agree_on_call = watched
 
     def counted():
         by_link = {"intra": 0, "inter": 0}

@@ -23,7 +23,7 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.shapes import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.request import Options, resolve, validate
+from burst_mcore.attention.request import Options, Tensors, resolve, validate
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 
@@ -194,8 +194,8 @@ def test_gradients_are_bitwise_equal_between_runs():
 def test_kernels_are_told_to_be_deterministic():
     q = torch.zeros(1, 8, 2, 8)
     topology = Topology.single()
-    options = Options.of(topology, Mask.causal(), BurstConfig(deterministic=True))
-    call = resolve(validate(q, q, q, options), [8])
+    options = Options(topology, Mask.causal(), BurstConfig(deterministic=True))
+    call = resolve(validate(Tensors(q, q, q), options), [8])
     assert call.problem.deterministic and call.scores.deterministic
     ask = replace(call.problem, device="cuda", dtype=torch.bfloat16)
     for name in ("cudnn", "aten-flash"):

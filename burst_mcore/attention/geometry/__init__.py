@@ -8,5 +8,6 @@ plan           mask and layout, as the pieces of each pair of ranks
 classes        classes of residues: a dilated mask over a fine layout
 reading        which rows of a rank other ranks read
 tiles          the kernel calls of a pair of ranks
+cuts           where a checkpointed sequence is cut: results of its tail are saved
 launches       how much work a kernel gets in one launch
 """

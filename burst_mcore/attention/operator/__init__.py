@@ -1,6 +1,7 @@
-"""The torch operators behind the public function.
+"""One call between the public function and the two passes.
 
-schema   named arguments, results and saved tensors, which cross flat schemas
-agree    how the ranks of a ring agree on a forward, a backward, and errors
-ops      the registered operators: forward, backward, tracing, autograd
+function   the autograd function of a call, which runs forward and backward
+compiled   the same as one opaque operator, for torch.compile and dispatch modes
+agree      how the ranks of a ring agree on a forward, a backward, and errors
+replay     calls in checkpointed functions: results that are saved for a recomputation
 """

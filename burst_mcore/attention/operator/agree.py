@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from burst_mcore.agreement import DESTROYED, Agreed, Agreement, Signature
+from burst_mcore.agreement import DESTROYED, Agreed, Agreement
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.operator.schema import BackwardArgs, ForwardArgs
+from burst_mcore.attention.operator.replay import Recompute
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.request import Request
 from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
-from burst_mcore.attention.runtime.record import CallRecord
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
+
+
+class CallRecord(NamedTuple):
+    """The properties of a forward on which the ranks agreed, for its backward."""
+
+    number: int
+    """The number of the call."""
+    lengths: tuple[int, ...]
+    """The tokens of each rank."""
 
 
 def agreement_of(topology: Topology) -> Agreement | None:
@@ -52,7 +61,11 @@ def in_ring(agreement: Agreement | None) -> contextlib.AbstractContextManager[No
 
 
 def agree_on_call(
-    args: ForwardArgs, request: Request, agreement: Agreement | None, topology: Topology
+    request: Request,
+    topology: Topology,
+    needs_gradient: bool,
+    recompute: Recompute,
+    agreement: Agreement | None,
 ) -> tuple[Call, Agreed, tuple[int, ...]]:
     """Return the call that all ranks make, their agreement, and how many tokens each rank holds.
 
@@ -66,7 +79,8 @@ def agree_on_call(
     even = (tokens,) * size
     if agreement is None:
         return call_of(request, even), Agreed(0, None, 0), even
-    signature = {**request.signature, **_signature_of(args)}
+    manner = {"gradient wanted": str(needs_gradient), **recompute.signature}
+    signature = {**request.signature, **manner}
     call, problem, details = None, None, {}
     description, ahead = None, False
     with refusing(agreement):
@@ -75,11 +89,11 @@ def agree_on_call(
             details = call.signature
         except ValueError as error:  # it may be legal with the lengths of the others
             problem, details = error, {"problem": str(error)}
-        of_known_length = args.q.is_cuda or request.mask.document_ends is not None
-        if call is not None and not args.at_most and of_known_length:
-            description = _description_of(args, request, call)
+        of_known_length = request.device == "cuda" or request.mask.document_ends is not None
+        if call is not None and not recompute.at_most and of_known_length:
+            description = Pass.FORWARD, *_kind_of(request, call), request.return_lse, *manner.values()
             transport = transport_of(topology, call.route, request.config.max_ctas)
-            ahead = description in agreement.seen and transport.connected(passes_of(args, call))
+            ahead = description in agreement.seen and transport.connected(passes_of(call, needs_gradient))
     agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
     if description is not None and agreed.lengths is None:
         agreement.seen[description] = True
@@ -95,34 +109,25 @@ def agree_on_call(
     return call, agreed, even if lengths is None else tuple(lengths)
 
 
-def _signature_of(args: ForwardArgs) -> Signature:
-    """Return the properties, besides their requests, that the ranks must have in common."""
-    return {
-        "gradient wanted": str(args.needs_gradient),
-        "keeps": "what fits" if args.at_most else repr(args.keep),
-        "recomputes": f"before {args.cut}" if args.tail else "all",
-    }
-
-
-def passes_of(args: ForwardArgs, call: Call) -> tuple[Pass, ...]:
+def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
     """Return the passes whose communicators a forward makes: its own, and that of its backward."""
-    return (Pass.FORWARD, call.direction) if args.needs_gradient else (Pass.FORWARD,)
+    return (Pass.FORWARD, call.direction) if needs_gradient else (Pass.FORWARD,)
 
 
-def _description_of(args: ForwardArgs, request: Request, call: Call) -> object:
-    """Return the properties by which a forward is like an earlier one, whatever the documents."""
-    shard, config, mask = request.shard, request.config.handle, request.mask.of_layer
-    fields = shard, config, request.scores, mask, request.return_lse
-    return Pass.FORWARD, *fields, call.route, call.direction, call.kernel.name, *_signature_of(args).values()
+def _kind_of(request: Request, call: Call) -> tuple[object, ...]:
+    """Return the properties by which a call is like an earlier one, whatever the documents."""
+    mask, kernel = request.mask.of_layer, call.kernel.name
+    return request.shard, request.config, request.scores, mask, call.route, call.direction, kernel
 
 
 def agree_on_backward(
-    args: BackwardArgs,
     request: Request,
     call: Call,
     record: CallRecord,
     agreement: Agreement | None,
     transport: ProcessGroups,
+    *,
+    through_lse: bool,
 ) -> Agreed:
     """Agree on a backward; ahead of the others if its like was made before and no communicator is missing.
 
@@ -132,12 +137,11 @@ def agree_on_backward(
         return Agreed(0, None, 0)
     signature = {
         "pass": "backward",
-        "gradient through lse": str(args.dlse is not None),
+        "gradient through lse": str(through_lse),
         **request.signature,
         **call.signature,
     }
-    config, through_lse = request.config.handle, args.dlse is not None
-    description = Pass.QUERY, request.shard, config, request.scores, call.route, through_lse
+    description = Pass.QUERY, request.shard, request.config, request.scores, call.route, through_lse
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
     ahead = in_autograd and description in agreement.seen and transport.connected((call.direction,))
     number = {"of call": str(record.number)}  # apart: digests of signatures that stay the same are cached

@@ -1,4 +1,4 @@
-"""Runs programs: process groups, the executor, buffers, and the record of a forward for its backward.
+"""Runs programs: process groups, the executor and buffers.
 
 topology       the ranks that share a sequence, and their nodes
 communicators  the process groups of a ring
@@ -7,5 +7,4 @@ executor       runs these steps: posts messages, waits, calls back for tiles
 buffers        memory that passes share
 head_exchange  the tensors of the all-to-all of heads
 columns        the rows that stay at a rank, on a mesh of a whole column, and their exchange
-record         the agreement on a forward, kept for its backward
 """

@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from burst_mcore.attention.runtime.communicators import Communicators, companion, exists, timeout_of, times
 from burst_mcore.rates import Rates
-from burst_mcore.registry import Registered, register
 from burst_mcore.words import brief
 
 ANSWER_WITHIN = timedelta(seconds=60)
@@ -24,7 +23,7 @@ ANSWER_WITHIN = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class Topology(Registered):
+class Topology:
     """A ring of ranks: M nodes of L consecutive ranks each, and the process groups that join them.
 
     Build it with `single`, `from_group` or `from_groups`.
@@ -36,13 +35,11 @@ class Topology(Registered):
     """Ranks of a node, L; 0 stands for all of them."""
     rates: Rates | None = None
     """How fast the links and ranks are, for the choices called "auto"; None: `machines.default_rates`."""
-    communicators: Communicators | None = field(default=None, repr=False, compare=False)
+    communicators: Communicators | None = field(default=None, repr=False)
     """None where there is nothing to communicate."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intra_size", self.intra_size or self.size)
-        by_identity = "" if self.communicators is None else f", {id(self.communicators):x}"
-        register(self, f"{self!r}{by_identity}")
 
     def __copy__(self) -> Self:
         return self
@@ -56,7 +53,7 @@ class Topology(Registered):
                 f"the topology of a ring of {self.size} ranks holds process groups, which cannot be pickled: "
                 f"pickle without it, and call Topology.from_group(group) where it is loaded"
             )
-        return super().__getstate__()
+        return self.__dict__
 
     @property
     def nodes(self) -> int:

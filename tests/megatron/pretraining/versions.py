@@ -66,7 +66,7 @@ OPTIONS = (
 
 SCRIPT = """
 import runpy, sys
-from burst_mcore.attention.operator import ops
+from burst_mcore.attention.operator import function as passes
 from burst_mcore.megatron import cpu, fused_loss, layouts
 
 def count(module, name):
@@ -77,7 +77,7 @@ def count(module, name):
     setattr(module, name, counted)
 
 counts = {}
-count(ops, "forward_of_head")
+count(passes, "forward_of_head")
 count(fused_loss, "fused_linear_cross_entropy")
 cpu.enable_training()
 sys.argv += cpu.CPU_ARGUMENTS

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from burst_mcore.attention.shard import Shard
+from burst_mcore.attention.request import Request
+from burst_mcore.attention.runtime.topology import Topology
 
 
 class RecomputeError(RuntimeError):
@@ -25,36 +27,32 @@ class RecomputeError(RuntimeError):
 class CallId(NamedTuple):
     """The identity of a call, which tells its recomputation from that of another call."""
 
-    shard: Shard
-    """The shapes of its tensors."""
+    request: Request
     layer: str | None
     """The name of the layer that owns the call, if known: see `of_layer`."""
-    options: Mapping[str, str]
-    """What it is asked for, by name; topology, mask and config by their handles."""
-    sinks: bool
+    topology: Topology
 
     def __str__(self) -> str:
         """Return the call in words, for messages."""
         whose = "" if self.layer is None else f" of {self.layer}"
-        shard = self.shard
+        shard = self.request.shard
         shapes = f"{list(shard.q_shape)} {shard.dtype}, value_dim {shard.value_dim}"
-        return f"a call{whose} with q {shapes}, {self.options['mask']}"
+        return f"a call{whose} with q {shapes}, {self.request.mask}"
 
     def unlike(self, other: CallId) -> str:
         """Return the properties that differ, with the value of this call first."""
-        mine, theirs = self._told, other._told
+        mine, theirs = self._properties, other._properties
         return "; ".join(f"{x} {mine[x]}, not {theirs[x]}" for x in mine if mine[x] != theirs[x])
 
     @property
-    def _told(self) -> dict[str, object]:
-        names = "kv_heads", "value_dim", "latent", "dtype"
-        shapes = {"q": self.shard.q_shape, **{name: getattr(self.shard, name) for name in names}}
-        return {**shapes, "layer": self.layer, **self.options, "sinks": self.sinks}
+    def _properties(self) -> dict[str, object]:
+        shard, ring = self.request.shard, self.topology.communicators
+        return {**self.request.signature, "tokens": shard.tokens, "layer": self.layer, "ring": ring}
 
     @property
     def bytes(self) -> int:
         """Bytes of the results on this rank: O, and LSE in at least float32."""
-        return self.shard.result_bytes
+        return self.request.shard.result_bytes
 
 
 @dataclass
@@ -71,8 +69,36 @@ class SavedTail:
     """Whether the tensors are copies; else they are the results themselves, which others use as well."""
 
 
+@dataclass(frozen=True)
+class Recompute:
+    """The part of a call's results that a checkpoint keeps, or kept in the forward of a recomputation."""
+
+    keep: float = 0.0
+    """The share of the sequence whose results are kept: see `cut_for`."""
+    at_most: bool = False
+    """Whether no more than `keep`, of which the least of all ranks counts."""
+    tail: SavedTail | None = None
+    """In a recomputation, what the forward kept."""
+
+    @cached_property
+    def signature(self) -> dict[str, str]:
+        """The properties that the ranks must have in common."""
+        cut = self.tail.cut if self.tail is not None and self.tail.tensors else None
+        return {
+            "keeps": "what fits" if self.at_most else repr(self.keep),
+            "recomputes": "all" if cut is None else f"before {cut}",
+        }
+
+
+NOTHING_KEPT = Recompute()
+"""Of calls outside of checkpointed functions."""
+
+
 class SavedCalls(Protocol):
     """The forward of one call of a checkpointed function."""
+
+    keeps: bool
+    """Whether results may be kept; else calls are only compared."""
 
     def share(self, call_id: CallId) -> tuple[float, bool]:
         """Return the share of the sequence to save of this call, and whether that is a limit."""
@@ -84,6 +110,8 @@ class SavedCalls(Protocol):
 class Replay(Protocol):
     """The recomputation of one call of a checkpointed function."""
 
+    keeps: bool
+
     def replay(self, call_id: CallId) -> SavedTail | None:
         """Return the tail that the forward saved of this call, once; None if it is used up.
 
@@ -92,34 +120,46 @@ class Replay(Protocol):
         """
 
 
-class Follower(Protocol):
-    """The forward or the recomputation of a checkpointed function of which attention keeps nothing."""
-
-    def follow(self, call_id: CallId) -> None:
-        """Take notice of a call.
-
-        Raises:
-            RecomputeError: this is a recomputation, and the forward did not make this call.
-        """
-
-
 class _Entered(threading.local):
     """The runs of checkpointed functions that a thread is in, outermost first."""
 
     recordings: tuple[SavedCalls, ...] = ()
     replays: tuple[Replay, ...] = ()
-    followers: tuple[Follower, ...] = ()
-    """Runs of functions that keep nothing."""
     layer: str | None = None
     """The layer, if it was announced."""
+    in_checkpoint: bool = False
+    """Whether the thread is in a forward that may keep results, or in its recomputation."""
 
 
 entered = _Entered()
 
 
-def in_checkpoint() -> bool:
-    """Return whether this thread is in a forward that may keep results, or in its recomputation."""
-    return bool(entered.recordings or entered.replays)
+def keeps_results() -> bool:
+    """Return whether a checkpoint that this thread is in keeps results of calls, or kept some."""
+    scopes: tuple[SavedCalls | Replay, ...] = (*entered.recordings, *entered.replays)
+    return any(scope.keeps for scope in scopes)
+
+
+def compare(call_id: CallId) -> None:
+    """Compare a call of which nothing is kept with that of the forward; errors as `recompute_of`."""
+    for replay in entered.replays:
+        replay.replay(call_id)
+    for recording in entered.recordings:
+        recording.record(call_id, SavedTail(0, [], copied=True))
+
+
+def recompute_of(call_id: CallId) -> Recompute:
+    """Return what the checkpoints that this thread is in keep of a call, or kept in its forward.
+
+    Raises:
+        RecomputeError: this is a recomputation, and the forward did not make this call.
+    """
+    tails = [replay.replay(call_id) for replay in entered.replays]
+    tail = next((tail for tail in tails if tail is not None), None)
+    if tail is not None:
+        return Recompute(tail=tail)
+    keep, at_most = max([(0.0, False), *(recording.share(call_id) for recording in entered.recordings)])
+    return Recompute(keep, at_most)
 
 
 def of_layer(name: str) -> contextlib.AbstractContextManager[None]:
@@ -137,16 +177,13 @@ def replaying(scope: Replay) -> contextlib.AbstractContextManager[None]:
     return _as("replays", (*entered.replays, scope))
 
 
-def following(scope: Follower) -> contextlib.AbstractContextManager[None]:
-    """Mark this thread as inside a forward that keeps nothing, or inside its recomputation."""
-    return _as("followers", (*entered.followers, scope))
-
-
 @contextlib.contextmanager
 def _as(name: str, value: object) -> Iterator[None]:
-    before = getattr(entered, name)
+    before, was = getattr(entered, name), entered.in_checkpoint
     setattr(entered, name, value)
+    entered.in_checkpoint = bool(entered.recordings or entered.replays)
     try:
         yield
     finally:
         setattr(entered, name, before)
+        entered.in_checkpoint = was

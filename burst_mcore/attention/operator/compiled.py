@@ -1,0 +1,126 @@
+"""burst_attention as one opaque operator, for torch.compile and dispatch modes (selective checkpointing).
+
+An operator's schema holds tensors, numbers and strings only. So a graph carries the key of a call's options,
+and a ticket: a small tensor that stands for all else that a forward keeps for its backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from burst_mcore.attention.operator.agree import CallRecord, agreement_of, refusing
+from burst_mcore.attention.operator.function import Saved, run_backward, run_forward
+from burst_mcore.attention.operator.replay import NOTHING_KEPT, CallId, compare, entered
+from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.request import Options, Tensors, validate
+from burst_mcore.dtypes import wide
+
+
+class Keyed:
+    """Options under a key, which an operator can be given."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.key = options, str(next(_NUMBERS))
+        _BY_KEY[self.key] = self
+
+
+_NUMBERS = itertools.count()
+_BY_KEY: WeakValueDictionary[str, Keyed] = WeakValueDictionary()
+_OF_GRAPHS: dict[Options, Keyed] = {}
+"""Nobody tells when a graph is gone: its options live as long as the process."""
+_KEPT: dict[int, tuple[StorageWeakRef, CallRecord, tuple[Tensor, ...]]] = {}
+"""By the address of a ticket, while its memory lives: the record, and where heads are shared q, k, v and lse
+on the ring. The host reads no ticket, for which it would wait."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def key_in_graph(*options: Any) -> str:
+    """Return the key of options while Dynamo traces, whose guards hold the objects."""
+    return _OF_GRAPHS.setdefault(Options(*options), Keyed(Options(*options))).key
+
+
+@torch.library.custom_op("burst_mcore::attention_forward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, up: Tensor | None, key: str, needs_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, lse, the largest scores and a ticket; lse and scores hold numbers where they are wanted."""
+    options, tensors = _BY_KEY[key].options, Tensors(q, k, v, sinks, up)
+    with refusing(agreement_of(options.topology)):
+        request = validate(tensors, options)
+        compare(CallId(request, entered.layer, options.topology))
+    done = run_forward(request, options.topology, tensors, needs_gradient, NOTHING_KEPT)
+    lse, max_logit = _statistics(q)
+    lse = done.lse if done.lse.numel() else lse
+    max_logit = done.max_logit if done.max_logit.numel() else max_logit
+    values = torch.tensor([done.record.number, *done.record.lengths], pin_memory=q.is_cuda)
+    ticket = values.to(q.device, non_blocking=True)
+    for address in [address for address, (storage, *_) in _KEPT.items() if storage.expired()]:
+        del _KEPT[address]
+    on_ring = () if done.saved.q is q else tuple(done.saved[:4])
+    _KEPT[ticket.data_ptr()] = StorageWeakRef(ticket.untyped_storage()), done.record, on_ring
+    return done.out, lse, max_logit, ticket
+
+
+@attention_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, up: Any, key: str, needs_gradient: bool) -> Any:
+    out = q.new_empty((*q.shape[:3], Tensors(q, k, v, sinks, up).value_dim))
+    ticket = q.new_empty(1 + _BY_KEY[key].options.topology.size, dtype=torch.int64)
+    return out, *_statistics(q), ticket
+
+
+def _statistics(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for lse [B, H, S] and the largest scores [H]."""
+    (batch, tokens, heads, _), dtype = q.shape, wide(q.dtype)
+    return q.new_empty((batch, heads, tokens), dtype=dtype), q.new_empty(heads, dtype=dtype)
+
+
+@torch.library.custom_op("burst_mcore::attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def attention_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    up: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, key: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, sinks and up, empty where there are none."""
+    options, kept = _BY_KEY[key].options, _KEPT.get(ticket.data_ptr())
+    with refusing(agreement_of(options.topology)):
+        request = validate(Tensors(q, k, v, sinks, up), options)
+        if kept is not None and not kept[0].expired():
+            _, record, on_ring = kept
+        else:  # a hook has moved the ticket
+            record, on_ring = CallRecord(int(ticket[0]), tuple(ticket[1:].tolist())), ()
+            if call_of(request, record.lengths).route.heads > 1:
+                raise RuntimeError(
+                    "a hook has moved the saved tensors of a compiled call whose ranks share heads: set "
+                    "head_parallel=1, or leave the call out of the graph (torch.compiler.disable)"
+                )
+    q, k, v, ring_lse, latent = *(on_ring or (q, k, v, lse)), k
+    saved = Saved(q, k, v, ring_lse, sinks, out, lse, latent if up is not None else None, up)
+    gradients = run_backward(request, options.topology, record, saved, dout, dlse)
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)  # type: ignore[return-value]
+
+
+@attention_backward.register_fake
+def _(dout: Any, dlse: Any, *others: Any) -> Any:
+    return tuple(others[0].new_empty(0 if x is None else x.shape) for x in others[:5])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    (*tensors, key, _), (*results, max_logit, ticket) = inputs, output
+    ctx.keyed = _BY_KEY[key]
+    ctx.save_for_backward(*tensors, *results, ticket)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(max_logit, ticket)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    gradients = attention_backward(dout, dlse, *saved, ctx.keyed.key)
+    return *(None if x is None else dx for x, dx in zip(saved[:5], gradients, strict=True)), None, None
+
+
+attention_forward.register_autograd(_gradients, setup_context=_save)

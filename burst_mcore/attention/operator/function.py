@@ -1,0 +1,316 @@
+"""BurstAttention, the autograd function of a call: its forward and its backward run the two passes.
+
+`attend` makes a call; in a checkpointed function it saves, or takes, the results after a cut of the sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, Never
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.backward import backward
+from burst_mcore.attention.call import Attended, Call, Keys, Queries
+from burst_mcore.attention.forward import Inputs, forward, forward_of_head, tail_of
+from burst_mcore.attention.geometry.cuts import check_keep, cut_for
+from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.kernels.table import taking_delta
+from burst_mcore.attention.numerics.latent import Expansion
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.operator.agree import (
+    CallRecord,
+    agree_on_backward,
+    agree_on_call,
+    agreement_of,
+    in_ring,
+    passes_of,
+    refusing,
+)
+from burst_mcore.attention.operator.replay import (
+    NOTHING_KEPT,
+    CallId,
+    Recompute,
+    SavedTail,
+    entered,
+    recompute_of,
+)
+from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.request import Request, Tensors
+from burst_mcore.attention.runtime.executor import Transport, transport_of
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.heads import share_of_heads
+from burst_mcore.capture import refuse_capture
+
+ONCE = "burst_attention can be differentiated once: its gradients have no derivative"
+
+
+class Saved(NamedTuple):
+    """The tensors that autograd saves between forward and backward."""
+
+    q: Tensor
+    """q, k, v and lse as on the ring: rows pooled, heads shared."""
+    k: Tensor
+    v: Tensor
+    ring_lse: Tensor
+    sinks: Tensor | None
+    out: Tensor
+    lse: Tensor
+    """[B, H, S] of this rank's rows; empty under head x ring, unless the call wants it at home."""
+    latent: Tensor | None
+    """This rank's own latent, with `up`."""
+    up: Tensor | None
+
+
+class Results(NamedTuple):
+    """The results of a forward."""
+
+    out: Tensor
+    """[B, S, H, Dv]."""
+    lse: Tensor
+    """[B, H, S]; empty as in `Saved`."""
+    max_logit: Tensor
+    """[H]; empty unless the call wants it."""
+    saved: Saved
+    record: CallRecord
+    tail: SavedTail | None = None
+    """What a checkpoint keeps."""
+
+
+class BurstAttention(torch.autograd.Function):
+    """The two passes of one call, for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        request: Request,
+        topology: Topology,
+        needs_gradient: bool,
+        recompute: Recompute,
+        *tensors: Tensor | None,
+    ) -> tuple[Any, ...]:
+        made = Tensors._make(tensors)
+        results = run_forward(request, topology, made, needs_gradient, recompute)
+        ctx.request, ctx.topology, ctx.record = request, topology, results.record
+        ctx.save_for_backward(*results.saved)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(results.max_logit)
+        return results.out, results.lse, results.max_logit, results.tail
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+        saved = Saved(*ctx.saved_tensors)
+        with torch.no_grad():
+            gradients = run_backward(ctx.request, ctx.topology, ctx.record, saved, dout, dlse)
+        if torch.is_grad_enabled():  # create_graph
+            gradients = Underivable.apply(gradients, dout, *saved)  # type: ignore[no-untyped-call]
+        return None, None, None, None, *gradients
+
+
+class Underivable(torch.autograd.Function):
+    """Gradients that have no derivative: whoever asks for one gets an error, not zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradients: tuple[Tensor | None, ...], *sources: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Never:
+        raise RuntimeError(ONCE)
+
+
+def attend(tensors: Tensors, request: Request, topology: Topology) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out [B, S, H, Dv], lse [B, H, S], largest scores [H]); the last two are empty unless wanted.
+
+    In a checkpointed function the call saves a part of its results, or takes those that its forward saved.
+    """
+    needs_gradient = gradient_wanted(tensors)
+    if not entered.in_checkpoint:
+        return _applied(request, topology, needs_gradient, NOTHING_KEPT, *tensors)[:3]
+    call_id = CallId(request, entered.layer, topology)
+    agreement = agreement_of(topology)
+    with refusing(agreement):
+        recompute = recompute_of(call_id)
+    out, lse, max_logit, tail = _applied(request, topology, needs_gradient, recompute, *tensors)
+    with refusing(agreement):
+        for recording in entered.recordings:
+            recording.record(call_id, tail)
+    return out, lse, max_logit
+
+
+_applied: Callable[..., tuple[Any, ...]] = BurstAttention.apply
+
+
+def gradient_wanted(tensors: Tensors) -> bool:
+    """Return whether a backward may follow."""
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
+
+
+def run_forward(
+    request: Request, topology: Topology, tensors: Tensors, needs_gradient: bool, recompute: Recompute
+) -> Results:
+    """Agree with the other ranks on a call, and run its forward."""
+    agreement = agreement_of(topology)
+    with refusing(agreement):
+        if tensors.q.is_cuda:
+            refuse_capture("burst_attention")
+        if recompute.keep:
+            check_keep(recompute.keep)
+    call, agreed, lengths = agree_on_call(request, topology, needs_gradient, recompute, agreement)
+    tokens = lengths[call.rank]
+    with in_ring(agreement), _alone(tensors.q.device):
+        if agreement is not None and recompute.at_most:  # a rank on which nothing fits meets the others, too
+            recompute = replace(recompute, keep=agreement.least(recompute.keep))
+        transport = transport_of(topology, call.route, request.config.max_ctas)
+        for pass_ in passes_of(call, needs_gradient):
+            transport.connect(pass_)
+        transport = transport.labelled(agreed.label) if agreement else transport
+        attended = _attended(call, transport, tensors, recompute.tail, tokens)
+        results = _results(call, tensors, attended, CallRecord(agreed.number, lengths))
+        tail = recompute.tail or _tail(request, call, attended, results, recompute)
+    if agreement is not None and not needs_gradient and not entered.in_checkpoint:
+        agreement.settle()  # no backward will
+    return results._replace(tail=tail)
+
+
+def _attended(
+    call: Call, transport: Transport, tensors: Tensors, tail: SavedTail | None, tokens: int
+) -> Attended:
+    """Run a forward, or that of the queries before the cut of a tail."""
+    q, k, v, sinks, up = tensors
+    expansion = None if up is None else _expansion(call, up)
+    if expansion and not call.latent_travels:
+        k, v = expansion.expand(k, v)
+    q, k, v = (_with_rows(x, call.rows) for x in (q, k, v))
+    inputs = Inputs(q, k, v, sinks, expansion if call.latent_travels else None)
+    if tail is None or not tail.tensors:
+        return forward(call, transport, inputs)
+    return forward_of_head(call, transport, inputs, cut=tail.cut, tail=tail.tensors, tokens=tokens)
+
+
+def _results(call: Call, tensors: Tensors, attended: Attended, record: CallRecord) -> Results:
+    """Return the results of this rank's tokens, without padding, and the tensors that backward needs."""
+    tokens = record.lengths[call.rank]
+    out = _owned(attended.out[:, :tokens] if tokens < call.rows else attended.out)
+    nothing = attended.ring_lse.new_empty(0)
+    lse = nothing if attended.lse is None else attended.lse
+    lse = _owned(lse[..., :tokens] if tokens < call.rows else lse)
+    max_logit = nothing if attended.max_logit is None else attended.max_logit
+    on_ring = tensors.q, tensors.k, tensors.v, lse
+    if call.route.heads > 1:
+        on_ring = attended.q, attended.k, attended.v, attended.ring_lse
+    latent = None if tensors.up is None else tensors.k
+    saved = Saved(*on_ring, tensors.sinks, out, lse, latent, tensors.up)
+    return Results(out, lse, max_logit, saved, record)
+
+
+def _tail(
+    request: Request, call: Call, attended: Attended, results: Results, recompute: Recompute
+) -> SavedTail:
+    """Return what a checkpoint keeps: nothing, copies of the results from a cut on, or all as they are."""
+    if recompute.keep == 0:
+        return SavedTail(0, [], copied=True)
+    if recompute.keep == 1 and not recompute.at_most:
+        kept = [results.out, results.saved.ring_lse]
+        kept += [results.lse] if call.route.heads > 1 and call.lse_at_home else []
+        kept += [results.max_logit] if call.scores.max_logit else []
+        return SavedTail(0, [x.detach() for x in kept], copied=False)
+    layout, mask, size = request.layout, request.mask, request.ranks.size
+    cut = cut_for(recompute.keep, layout, mask, call.plan.n, size, at_most=recompute.at_most).position
+    tokens = results.record.lengths[call.rank]
+    return SavedTail(cut, tail_of(call, cut, attended, tokens), copied=True)
+
+
+def run_backward(
+    request: Request,
+    topology: Topology,
+    record: CallRecord,
+    saved: Saved,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Agree with the other ranks on a backward, and return the gradients of the `Tensors` of its call."""
+    agreement = agreement_of(topology)
+    with refusing(agreement):
+        call = call_of(request, record.lengths)
+        if dlse is not None:
+            call = replace(call, kernel=taking_delta(request.config.kernel, call.problem))
+        transport = transport_of(topology, call.route, request.config.max_ctas)
+    agreed = agree_on_backward(request, call, record, agreement, transport, through_lse=dlse is not None)
+    with in_ring(agreement), _alone(saved.out.device):
+        transport.connect(call.direction)
+        transport = transport.labelled(agreed.label) if agreement else transport
+        dout = torch.zeros_like(saved.out) if dout is None else dout.contiguous()
+        delta = row_delta(dout, saved.out)  # D = rowsum(dO * O)
+        if dlse is not None:  # d lse / d scores = P, which enters dS = P * (dP - D) as -D does
+            delta -= dlse
+        dsinks = None if saved.sinks is None else _sinks_gradient(saved.sinks, saved.lse, delta)
+        dq, dk, dv, dup = _differentiated(call, transport, saved, dout, delta)
+    return dq, dk, dv, dsinks, dup
+
+
+def _differentiated(
+    call: Call, transport: Transport, saved: Saved, dout: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return (dq, dk, dv, dup) of this rank's tokens."""
+    tokens, latent, up = saved.out.shape[1], saved.latent, saved.up
+    q, k, v, lse = saved[:4]
+    expansion = None if up is None else _expansion(call, up)
+    if call.route.heads == 1:
+        if expansion and not call.latent_travels:
+            k, v = expansion.expand(k, v)
+        q, k, v, lse = (_with_rows(x, call.rows) for x in (q, k, v, lse))
+    dout, out, delta = (_with_rows(x, call.rows) for x in (dout, saved.out, delta))
+    queries, travelling = Queries(q, dout, delta, lse), expansion if call.latent_travels else None
+    gradients = backward(call, transport, queries, Keys(k, v), out, travelling)
+    dq, dk, dv = (gather(x, (range(tokens),)).contiguous() for x in gradients)
+    if expansion is None:
+        return dq, dk, dv, None
+    if not call.latent_travels:
+        assert latent is not None
+        dk, dv = (x.to(dk.dtype) for x in expansion.gradients(latent, dk, dv))
+    return dq, dk, dv, expansion.weight_gradient()
+
+
+def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return -sum of P_sink D: a sink is a key with a value of zero, so its dP is 0."""
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _expansion(call: Call, up: Tensor) -> Expansion:
+    """Return the up-projection that this rank applies: of all heads, or its own if the latent travels."""
+    member, members = (call.member, call.route.heads) if call.latent_travels else (0, 1)
+    heads = share_of_heads(up.shape[0], member, members)
+    return Expansion(up, heads, call.problem.value_dim)
+
+
+def _owned(x: Tensor) -> Tensor:
+    """Return x, contiguous, as a tensor that is no view for autograd: callers may write to it."""
+    x = x.contiguous()
+    return x.detach() if x._is_view() else x
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """x with so many rows, zeros at its end, which are in no tile; [B, S, H, D] with unit stride along D."""
+    if x.dim() == 3:
+        return torch.nn.functional.pad(x, (0, rows - x.shape[2])) if x.shape[2] < rows else x
+    if x.shape[1] < rows:
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - x.shape[1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Turn autocast off, and make the device current: Triton launches there, wherever its tensors are."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        yield
