@@ -10,15 +10,15 @@ scan        programs of the scan of affine maps, within nodes first, then betwee
 halo        programs of the exchange of rows that a convolution reads
 maps        affine maps by a matrix or elementwise: composed, applied, and their gradients
 sequence    the sequence of which each rank has a shard, and how its ranks agree on an exchange
-exchange    runs programs: states, and rows such as halos, with their gradients
-heads       the second way: tokens travel, and each rank runs its share of the heads
+exchange    runs programs: states and halos, with their gradients
 kernels     what a recurrence needs of a kernel, and adapters to kernels by their signatures
+runs        the runs of a kernel over a rank's fragments, and the outputs that they make
 api         recurrence and convolution, the public functions
 bound       token-mixing functions of transformers' models, bound to shards
 """
 
 from burst_mcore.recurrent.api import convolution, recurrence
-from burst_mcore.recurrent.kernels import Heads, Recurrence
+from burst_mcore.recurrent.kernels import Recurrence
 from burst_mcore.recurrent.sequence import Shards
 
-__all__ = ["Heads", "Recurrence", "Shards", "convolution", "recurrence"]
+__all__ = ["Recurrence", "Shards", "convolution", "recurrence"]

@@ -1,4 +1,4 @@
-"""Runs the programs of scans and of rows, with gradients: the same messages the other way round."""
+"""Runs the programs of scans and of halos, with gradients: the same messages the other way round."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from burst_mcore.agreement import Signature
+from burst_mcore.attention.operator.agree import agreement_of, refusing
 from burst_mcore.attention.runtime.executor import Bundle, Transport
 from burst_mcore.attention.schedule.actions import Recv, Send, Wait
-from burst_mcore.dtypes import wide
 from burst_mcore.recurrent.halo import turned
 from burst_mcore.recurrent.maps import Algebra, Map
 from burst_mcore.recurrent.programs import Action, Compose, Copy, Program, Span
@@ -33,7 +33,7 @@ class States:
     dtype: torch.dtype
     device: torch.device
     gradients: bool
-    """Whether something that makes them needs gradients: all ranks take part in backward, or none."""
+    """Whether autograd records what makes them: all ranks take part in backward, or none."""
 
     def room(self, span: Span) -> Map:
         """Return uninitialised room for the map over a span."""
@@ -43,7 +43,7 @@ class States:
     def signature(self, pass_: str) -> Signature:
         """Return what the ranks must have in common."""
         shapes = f"state {self.state_shape}, decay {self.decay_shape}, {self.dtype}"
-        own = {"recurrence": self.name, "shapes": shapes, "needs gradients": str(self.gradients)}
+        own = {"recurrence": self.name, "shapes": shapes, "gradient wanted": str(self.gradients)}
         return {"pass": f"{pass_} of states", **own}
 
 
@@ -111,15 +111,18 @@ class Passed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
         shards, states, kept, begin, middle, end = ctx.of
         edges, many, n = [GradientEdge(*edge) for edge in ctx.next_functions], len(gradients), len(middle)
-        _, *saved = ctx.saved_tensors  # once: torch's checkpoints allow no more
+        # Once: torch's checkpoints allow no more. They run the caller's forward here, with its own exchanges.
+        _, *saved = ctx.saved_tensors
         with torch.autocast(states.device.type, enabled=False):  # forward runs without, in `recurrence`
-            of_middle = kept.ahead(saved[n:], edges[:n], edges[many : many + n], gradients[:n]) if n else ()
-            of_starts = (x.to(states.dtype) for x in (*of_middle, *gradients[n : n + len(end)]))
-            decays = *map(states.algebra.turned, saved[:n]), *[None] * len(end)
-            maps = dict(zip((*middle, *end), map(Map, decays, of_starts), strict=True))
+            with refusing(agreement_of(shards.topology)):
+                _refuse_second_derivatives()
+                ends = edges[:n], edges[many : many + n], gradients[:n]
+                of_middle = kept.ahead(saved[n:], *ends) if n else ()
+                of_starts = (x.to(states.dtype) for x in (*of_middle, *gradients[n : n + len(end)]))
+                decays = *map(states.algebra.turned, saved[:n]), *[None] * len(end)
+                maps = dict(zip((*middle, *end), map(Map, decays, of_starts), strict=True))
             behind = scanned(shards, states, maps, backward=True)
         of_tensors = *gradients, *[None] * n, *(behind[each] for each in (*middle, *begin))
         return *[None] * 3, *of_tensors, *[None] * (len(ctx.needs_input_grad) - 3 - len(of_tensors))
@@ -130,6 +133,7 @@ def _refuse_second_derivatives() -> None:
         raise RuntimeError("recurrences and convolutions over shards have no second derivative")
 
 
+@torch.no_grad()
 def scanned(shards: Shards, states: States, maps: dict[Own, Map], *, backward: bool) -> dict[Own, Tensor]:
     """Return the states before those fragments of this rank that continue a document.
 
@@ -182,90 +186,71 @@ def _posted(
             yield action
 
 
-def _all(tensors: Bundle, _: int) -> Bundle:
-    return tensors
-
-
 @dataclass(frozen=True)
-class RowMoves:
-    """Rows of tensors that go from the shards to other tensors, and back; gradients go the other way."""
+class Halo:
+    """The exchange of a halo: rows go from the shards to halos along `dim`, gradients the other way."""
 
-    name: str
     shards: Shards
     dim: int
-    """Of rows."""
-    program: Program
-    """Of this rank, forth."""
-    shapes: tuple[Sequence[Sequence[int]], ...]
-    """Of this rank's tensors there, and of its shards."""
-    share: Callable[[Bundle, int], Bundle] = _all
-    """Returns what of the shards goes to a rank, and comes back from there."""
-    summed: tuple[bool, ...] = (False,)
-    """By tensor, whether several ranks get the same: what they send back is summed in float32, at least."""
+    reach: int
+    """Rows before each fragment."""
+    gradients: bool
+    """Whether autograd records the exchange: all ranks take part in backward, or none."""
 
-    def carried(self, tensors: Bundle, pass_: str, back: bool) -> Bundle:
-        """Return the tensors there, zero where no row goes, or `back` the sums of what comes back to shards.
+    def carried(self, x: Tensor, rows: int, *, backward: bool) -> Tensor:
+        """Return `rows` rows: the halo, zero where no row goes; or `backward` the gradient of the shard.
 
         Raises:
             ValueError, RuntimeError: as `Shards.exchanging`.
         """
-        dim, rank = self.dim, self.shards.topology.rank
-        sent, placed = (_all, self.share) if back else (self.share, _all)
-        came: list[tuple[int, range, Bundle]] = []
+        dim, came = self.dim, list[tuple[range, Tensor]]()
+        program = self.shards.halo(self.reach).programs[self.shards.topology.rank]
 
         def bundle(action: Send | Recv) -> Bundle:
-            rows = [] if action.rows is None else list(action.rows)
+            assert action.rows is not None
             if isinstance(action, Send):
-                xs = ([_part(x, dim, each) for each in rows] for x in sent(tensors, action.peer))
-                return tuple(torch.cat(x, dim).contiguous() for x in xs)
-            lengths = [*map(len, rows)]
-            rooms = tuple(x.new_empty(resized(x, dim, sum(lengths))) for x in sent(tensors, rank))
-            parts = zip(*(room.split(lengths, dim) for room in rooms), strict=True)
-            came.extend((action.peer, *each) for each in zip(rows, parts, strict=True))
-            return rooms
+                return (torch.cat([_part(x, dim, each) for each in action.rows], dim).contiguous(),)
+            lengths = [*map(len, action.rows)]
+            room = x.new_empty(resized(x, dim, sum(lengths)))
+            came.extend(zip(action.rows, room.split(lengths, dim), strict=True))
+            return (room,)
 
         signature = {
-            "pass": f"{pass_} of {self.name}{' back' * back}",
-            "shapes": ", ".join(f"{resized(x, dim, -1)} {x.dtype}" for x in tensors),
-            "needs gradients": str(any(x.requires_grad for x in tensors)),
+            "pass": f"{'backward' if backward else 'forward'} of a halo of {self.reach} rows",
+            "shape": f"{resized(x, dim, -1)} {x.dtype}",
+            "gradient wanted": str(self.gradients),
         }
         with self.shards.exchanging(signature) as transport:
-            program = turned(self.program) if back else self.program
-            for action in _posted(program, transport, bundle):
+            for action in _posted(turned(program) if backward else program, transport, bundle):
                 assert isinstance(action, Copy)
-                own = tuple(_part(x, dim, action.rows) for x in sent(tensors, rank))
-                came.append((rank, action.into, own))
-        outs: Bundle = ()
-        for x, shape, summed in zip(tensors, self.shapes[back], self.summed, strict=True):
-            outs += (x.new_zeros(shape, dtype=wide(x.dtype) if back and summed else x.dtype),)
-        for peer, rows, parts in came:
-            for out, each in zip(placed(outs, peer), parts, strict=True):
-                _part(out, dim, rows).add_(each)
-        return tuple(out.to(x.dtype) for out, x in zip(outs, tensors, strict=True))
+                came.append((action.into, _part(x, dim, action.rows)))
+        out = x.new_zeros(resized(x, dim, rows))
+        for into, part in came:
+            _part(out, dim, into).add_(part)
+        return out
 
 
-class MovedRows(torch.autograd.Function):
-    """Tensors there from those of the shards, or back."""
+class _MovedRows(torch.autograd.Function):
+    """The halo of a shard."""
 
     @staticmethod
-    def forward(ctx: Any, moves: RowMoves, back: bool, *tensors: Tensor) -> Bundle:
-        ctx.moves, ctx.back = moves, back
+    def forward(ctx: Any, halo: Halo, x: Tensor) -> Tensor:
+        ctx.halo, ctx.rows = halo, x.shape[halo.dim]
         ctx.save_for_backward(torch.empty(0))  # as `Passed`: in a checkpoint all ranks recompute
-        return moves.carried(tensors, "forward", back)
+        return halo.carried(x, halo.reach * len(halo.shards.own), backward=False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
-        assert ctx.saved_tensors
-        return None, None, *ctx.moves.carried(gradients, "backward", not ctx.back)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        assert ctx.saved_tensors  # a checkpoint runs the caller's forward again here, with its own exchanges
+        with refusing(agreement_of(ctx.halo.shards.topology)):
+            _refuse_second_derivatives()
+        return None, ctx.halo.carried(gradient, ctx.rows, backward=True)
 
 
 def halo_of(x: Tensor, dim: int, shards: Shards, reach: int) -> Tensor:
     """Return the halo of this rank: along `dim`, `reach` rows of their document before each fragment."""
-    shapes = [resized(x, dim, reach * len(shards.own))], [x.shape]
-    program = shards.halo(reach).programs[shards.topology.rank]
-    moves = RowMoves(f"a halo of {reach} rows", shards, dim, program, shapes)
-    return MovedRows.apply(moves, False, x)[0]  # type: ignore[no-any-return, no-untyped-call]
+    halo = Halo(shards, dim, reach, torch.is_grad_enabled() and x.requires_grad)
+    return _MovedRows.apply(halo, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _part(x: Tensor, dim: int, rows: range) -> Tensor:

@@ -32,7 +32,7 @@ def halo(layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *,
         for number in range(1, len(chain)):
             for source, rows, into in _read(chain, number, places[chain[number]], reach):
                 pairs[source, chain[number].rank].append((rows, into))
-    programs = tuple(program_of(rank, pairs, size) for rank in range(size))
+    programs = tuple(_program(rank, pairs, size) for rank in range(size))
     return Exchange(f"halo of {reach} rows", programs, intra)
 
 
@@ -48,11 +48,11 @@ def _read(chain: Chain, number: int, stop: int, reach: int) -> list[tuple[int, r
     return read
 
 
-def program_of(rank: int, pairs: Pairs, size: int, into: str = HALO) -> Program:
-    """Return the program of a rank in which rows go straight from their owners to the buffer `into`."""
+def _program(rank: int, pairs: Pairs, size: int) -> Program:
+    """Return the program of a rank in which rows go straight from their owners to the halo."""
     others = [peer for peer in range(size) if peer != rank]
     recvs = [
-        Recv(0, DATA, into, peer, tuple(rows for _, rows in pairs[peer, rank]))
+        Recv(0, DATA, HALO, peer, tuple(rows for _, rows in pairs[peer, rank]))
         for peer in others
         if (peer, rank) in pairs
     ]
@@ -66,7 +66,7 @@ def program_of(rank: int, pairs: Pairs, size: int, into: str = HALO) -> Program:
 
 
 def turned(program: Program) -> Program:
-    """Return the program by which rows go back to the shards: gradients, and outputs of heads."""
+    """Return the program by which gradients of a halo go back to the shards."""
     sends = [Send(0, GRADIENT, a.buffer, a.peer, a.rows) for a in program if isinstance(a, Recv)]
     recvs = [Recv(0, GRADIENT, a.buffer, a.peer, a.rows) for a in program if isinstance(a, Send)]
     copies = [Copy(0, a.into, a.rows) for a in program if isinstance(a, Copy)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -24,23 +24,6 @@ Tensors = tuple[Tensor, ...]
 """Tensors of consecutive tokens, one row a token along `Recurrence.dim`."""
 Shape = tuple[int, ...]
 Kernel = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A kernel that can run on some of its heads alone, since no head reads another. It needs no state."""
-
-    name: str
-    run: Callable[[Tensors, Tensors], Tensor]
-    """(tensors of a document, parameters), of the same heads -> outputs. Differentiable; autocast is off."""
-    heads: tuple[int | None, ...]
-    """By tensor, its dimension of heads, of groups of heads, or of channels; None: all heads read it all."""
-    like: int
-    """The number of the tensor that is shaped like the outputs."""
-    dim: int = 1
-    """The dimension of tokens."""
-    parameters: Tensors = ()
-    """Further tensors that a head has a part of, along dimension 0: all ranks have the same."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +44,6 @@ class Recurrence:
     dim: int = 1
     parameters: Tensors = ()
     """Further tensors that the kernel works with, if they may need gradients: all ranks have the same."""
-    heads: Heads | None = None
-    """How the kernel runs on some of its heads, if it can."""
 
 
 LAST, LASTS = ("initial_state", "output_final_state"), ("initial_states", "return_final_states")
@@ -87,25 +68,12 @@ def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
     if missing := [name for name in names if name not in taken]:
         raise ValueError(
             f"kernel {name} takes no {' or '.join(missing)}: states could not pass between ranks. Give a "
-            f"kernel whose signature names {' and '.join(names)}, or a Heads"
+            f"kernel whose signature names {' and '.join(names)}"
         )
 
 
 def _tensors(options: dict[str, Any]) -> Tensors:
     return tuple(x for x in options.values() if isinstance(x, Tensor))
-
-
-def _with_tensors(options: dict[str, Any], own: Tensors) -> dict[str, Any]:
-    """Return the options with these tensors in the place of theirs."""
-    tensors = iter(own)
-    return {name: next(tensors) if isinstance(x, Tensor) else x for name, x in options.items()}
-
-
-def _with_heads(kernel: Recurrence, run: Callable[..., Any], *heads: int | None) -> Recurrence:
-    """Return a recurrence that runs on some heads, too: run(tensors, None, parameters of these heads)."""
-    places, own = (kernel.like, kernel.dim), kernel.parameters
-    alone = Heads(kernel.name, lambda x, part: run(x, None, part)[0], heads, *places, own)
-    return replace(kernel, heads=alone)
 
 
 def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
@@ -116,12 +84,10 @@ def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
     rule: called as rule(q, k, v, g=, beta=, initial_state=, output_final_state=True, **options).
     """
     check_states(rule, LAST)
-    learned = _tensors(options)
 
-    def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = x
-        named = {**_with_tensors(options, own), "initial_state": state, "output_final_state": True}
-        out, final = rule(q, k, v, g=g, beta=beta, **named)
+    def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        *qkv, g, beta = x
+        out, final = rule(*qkv, g=g, beta=beta, initial_state=state, output_final_state=True, **options)
         return out, final
 
     def decay(x: Tensors) -> Tensor:
@@ -138,8 +104,7 @@ def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
     def state_shape(x: Tensors) -> Shape:
         return (*decay_shape(x)[:3], x[2].shape[-1])
 
-    kernel = Recurrence("delta rule", MATRIX, run, decay, state_shape, decay_shape, 2, 1, learned)
-    return _with_heads(kernel, run, 2, 2, 2, 2, 2)
+    return Recurrence("delta rule", MATRIX, run, decay, state_shape, decay_shape, 2, 1, _tensors(options))
 
 
 def gated(rule: Kernel, **options: Any) -> Recurrence:
@@ -150,10 +115,9 @@ def gated(rule: Kernel, **options: Any) -> Recurrence:
     rule: called as rule(q, k, v, g, initial_state=, output_final_state=True, **options), as fla's.
     """
     check_states(rule, LAST)
-    learned = _tensors(options)
 
-    def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
-        out, final = rule(*x, initial_state=state, output_final_state=True, **_with_tensors(options, own))
+    def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, final = rule(*x, initial_state=state, output_final_state=True, **options)
         return out, final
 
     def decay(x: Tensors) -> Tensor:
@@ -167,8 +131,8 @@ def gated(rule: Kernel, **options: Any) -> Recurrence:
         _, k, v, _ = x
         return v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]
 
-    kernel = Recurrence("linear attention", ELEMENTWISE, run, decay, state_shape, decay_shape, 2, 1, learned)
-    return _with_heads(kernel, run, 2, 2, 2, 2)
+    own = _tensors(options)
+    return Recurrence("linear attention", ELEMENTWISE, run, decay, state_shape, decay_shape, 2, 1, own)
 
 
 def linear_attention(
@@ -195,7 +159,7 @@ def elementwise() -> Recurrence:
     Its tensors are x and a [B, S, E]; the state is [B, E].
     """
 
-    def run(tensors: Tensors, state: Tensor | None, _: Tensors = ()) -> tuple[Tensor, Tensor]:
+    def run(tensors: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         x, a = tensors
         zero = x.new_zeros(shape(tensors), dtype=wide(x.dtype))
         h: Tensor = _LinearUnit.apply(x, a, zero if state is None else state)  # type: ignore[no-untyped-call]
@@ -207,7 +171,7 @@ def elementwise() -> Recurrence:
     def shape(tensors: Tensors) -> Shape:
         return tensors[0].shape[0], tensors[0].shape[2]
 
-    return _with_heads(Recurrence("linear unit", ELEMENTWISE, run, decay, shape, shape, like=0), run, 2, 2)
+    return Recurrence("linear unit", ELEMENTWISE, run, decay, shape, shape, like=0)
 
 
 class _LinearUnit(torch.autograd.Function):
@@ -255,13 +219,11 @@ def mamba2(
     scan: called as scan(x, dt, A, B, C, initial_states=, return_final_states=True, ...).
     """
     check_states(scan, LASTS)
-    arguments = {**options, "A": A, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    learned = _tensors(arguments)
+    options |= {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
 
-    def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
+    def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         hidden, dt, B, C = x
-        named = {**_with_tensors(arguments, own), "initial_states": state, "return_final_states": True}
-        out, final = scan(hidden, dt, named.pop("A"), B, C, **named)
+        out, final = scan(hidden, dt, A, B, C, initial_states=state, return_final_states=True, **options)
         return out, final
 
     def decay(x: Tensors) -> Tensor:
@@ -275,8 +237,8 @@ def mamba2(
     def decay_shape(x: Tensors) -> Shape:
         return (*state_shape(x)[:2], 1, 1)
 
-    kernel = Recurrence("Mamba 2", ELEMENTWISE, run, decay, state_shape, decay_shape, 0, 1, learned)
-    return _with_heads(kernel, run, 2, 2, 2, 2)
+    own = A, *_tensors(options)
+    return Recurrence("Mamba 2", ELEMENTWISE, run, decay, state_shape, decay_shape, 0, 1, own)
 
 
 def mamba1(
@@ -291,12 +253,8 @@ def mamba1(
     scan: called as scan(u, dt, A, B, C, **options), without a gate z.
     """
     bias, columns = None if delta_bias is None else delta_bias[:, None], A.shape[-1]
-    arguments = {**options, "A": A, "bias": bias}
-    learned = _tensors(arguments)
 
-    def run(x: Tensors, state: Tensor | None, own: Tensors = learned) -> tuple[Tensor, Tensor]:
-        named = _with_tensors(arguments, own)
-        A, bias = named.pop("A"), named.pop("bias")
+    def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         u, dt, B, C = (y.to(wide(y.dtype)) for y in x)
         eye = torch.eye(columns, dtype=B.dtype, device=B.device).expand(len(B), -1, -1)
         none = u.new_zeros(state_shape(x))
@@ -305,7 +263,7 @@ def mamba1(
             later = torch.arange(columns - 1, -1, -1, device=A.device)  # short steps that a column decays by
             parts.insert(0, (state / _SHORT * (-A * _SHORT * later).exp(), none + _SHORT, eye, eye))
         u, dt, B, C = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-        out = scan(u, dt, A, B, C, **named)[..., -x[0].shape[-1] - columns :]
+        out = scan(u, dt, A, B, C, **options)[..., -x[0].shape[-1] - columns :]
         return out[..., :-columns].to(x[0].dtype), out[..., -columns:]
 
     def decay(x: Tensors) -> Tensor:
@@ -315,8 +273,8 @@ def mamba1(
     def state_shape(x: Tensors) -> Shape:
         return (*x[0].shape[:2], columns)
 
-    kernel = Recurrence("Mamba 1", ELEMENTWISE, run, decay, state_shape, state_shape, 0, 2, learned)
-    return _with_heads(kernel, run, 1, 1, None, None)
+    own = A, *_tensors({"bias": bias, **options})
+    return Recurrence("Mamba 1", ELEMENTWISE, run, decay, state_shape, state_shape, 0, 2, own)
 
 
 _SHORT = 2.0**-20

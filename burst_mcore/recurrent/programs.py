@@ -71,7 +71,7 @@ Program = tuple[Action, ...]
 DATA = Channel(Link.DIRECT, Kind.DATA)
 """The channel of states, and of rows of shards."""
 GRADIENT = Channel(Link.DIRECT, Kind.GRADIENT)
-"""The channel of what goes back: their gradients, and outputs of heads."""
+"""The channel of their gradients."""
 
 
 @dataclass(frozen=True)

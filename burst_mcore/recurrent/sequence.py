@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
-from burst_mcore.agreement import Signature
-from burst_mcore.attention.operator.agree import agreement_of
+from burst_mcore.agreement import Agreement, Signature
+from burst_mcore.attention.operator.agree import agreement_of, in_ring, refusing
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
@@ -67,6 +68,17 @@ class Shards:
     def _dealt(self) -> tuple[Layout, int, int, int, Ends]:
         return self.layout, self.tokens, self.topology.size, self.topology.intra_size, self.ends
 
+    def agreement(self, exchange: Callable[[], Exchange]) -> Agreement | None:
+        """Return the agreement of the ranks; None if no rank exchanges, so that none waits for another.
+
+        Where the exchange cannot be written, the others may have legal documents and wait in theirs.
+        """
+        try:
+            exchanges = any(exchange().programs)
+        except Exception:  # raised anew by the call, which then tells the others
+            exchanges = True
+        return agreement_of(self.topology) if exchanges else None
+
     @contextmanager
     def exchanging(self, signature: Signature) -> Iterator[Transport]:
         """Agree with all ranks on an exchange and yield what carries its messages.
@@ -78,8 +90,9 @@ class Shards:
             RuntimeError: a rank has gone.
         """
         topology = self.topology
-        transport = transport_of(topology, Route(1, topology.size, direct=True), self.max_ctas)
         agreement = agreement_of(topology)
+        with refusing(agreement):
+            transport = transport_of(topology, Route(1, topology.size, direct=True), self.max_ctas)
         if agreement is None:
             yield transport
             return
@@ -93,6 +106,22 @@ class Shards:
         with agreement.ring():
             transport.connect(Pass.KV)
             yield transport.labelled(agreed.label)
+
+
+@contextmanager
+def behind_exchange(agreement: Agreement | None) -> Iterator[None]:
+    """Wrap what a call does behind its exchange: as in a ring, after an error no call may follow.
+
+    The other ranks are in later calls by then, which look like the next ones of a rank that skips a batch.
+    """
+    stop: Exception | None = None
+    with in_ring(agreement):
+        try:
+            yield
+        except _StopRecomputationError as early:  # no error: a checkpoint has all that backward needs
+            stop = early
+    if stop is not None:
+        raise stop
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,6 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import plain
 import players
@@ -23,8 +22,7 @@ from burst_mcore.machines import MACHINES
 from burst_mcore.recurrent import kernels, recurrence
 from burst_mcore.recurrent.bound import MIXERS, mixers_of
 from burst_mcore.recurrent.fragments import fragments
-from burst_mcore.recurrent.halo import halo, turned
-from burst_mcore.recurrent.heads import heads
+from burst_mcore.recurrent.halo import halo
 from burst_mcore.recurrent.scan import scan
 from burst_plan.cli import app
 from burst_plan.step.attention import LAYOUTS, UNSCATTERED, attention
@@ -34,7 +32,7 @@ from burst_plan.step.model import PRESETS, from_config, model_of
 from burst_plan.step.model.mixers import CHUNK, NONE, _lightning, _linear_unit
 from burst_plan.step.parts import layers
 from burst_plan.step.planned import planned, text
-from burst_plan.step.recurrence import _received, exchanges, work
+from burst_plan.step.recurrence import exchanges, work
 from burst_plan.step.search import search
 from burst_plan.step.way import Way, why_not
 
@@ -257,24 +255,6 @@ def test_each_step_of_a_scan_waits_for_its_busiest_rank():
     steps = [max(state, state + decay) / near, state / far, state / near]
     _, seconds = exchanges(mixer, "contiguous", 4096, Ranks(4, 2), rates)["scan of states"]
     assert seconds == pytest.approx(3 * rates.latency + sum(steps), rel=1e-12)
-
-
-@pytest.mark.parametrize(("tokens", "ranks"), [(2**14, 8), (2**17, 8), (2**18, 32), (2**20, 64)])
-def test_the_table_of_heads_beside_states_follows_from_rates_and_programs(tokens, ranks):
-    """Two all-to-alls, in a node and between nodes at once; further runs at 400 TFLOP/s."""
-    mixer, rates, own = QWEN.mixer, H100.rates, tokens // ranks
-    forth = heads(Layout("zigzag"), tokens, ranks, 8)
-    back = replace(forth, programs=tuple(map(turned, forth.programs)))
-    into = 2 * max(1, 16 // ranks) * 128 + 32 // ranks * (128 + 2)  # q, k, v, gates and beta
-    ways = (forth, 2 * into), (back, 2 * 32 // ranks * 128)  # in 16 bits
-    by_heads = f"{sum(_received(way, rates, row=row)[1] for way, row in ways) * 1e3:.2f}"
-    if 32 % ranks:
-        by_heads = "32 heads are too few"
-    _, scanned = exchanges(mixer, "zigzag", tokens, Ranks(ranks, 8), rates)["scan of states"]
-    more = work(mixer, "zigzag", tokens, ranks).products - work(mixer, "zigzag", tokens, 1).products
-    cells = f"{by_heads} | {scanned * 1e3:.2f} + {2 * more * own / 4e14 * 1e3:.2f}"
-    page = Path(__file__).parents[2] / "docs" / "features" / "hybrids.md"
-    assert f"| {tokens // 1024}K | {ranks} | {cells} |" in page.read_text().splitlines()
 
 
 def test_a_fragment_in_the_middle_of_a_document_runs_its_kernel_again():

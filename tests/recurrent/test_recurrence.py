@@ -166,15 +166,14 @@ def test_a_compiled_kernel_whose_backward_wants_its_buffers_for_itself():
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(("way", "size"), [("states", 4), ("heads", 2)])
-def test_gates_in_float32_beside_tensors_in_bfloat16(name, way, size):
+def test_gates_in_float32_beside_tensors_in_bfloat16(name):
     """As models mix them. States are float32; an error is at most twice that of one process, or float32's."""
     ends, sizes = (0, 5, 6, 29, N), {"heads": 4, "groups": 2}
     rule, x, own = learned(name, **sizes, dtype=torch.bfloat16, gates=torch.float32, rules=ON_GPUS)
-    everyone, gradient = played("zigzag", N, size, ends), torch.randn_like(x[rule.like])
-    found = sharded(partial(recurrence, rule, way=way), x, gradient, everyone, rule.dim, own)
+    everyone, gradient = played("zigzag", N, 4, ends), torch.randn_like(x[rule.like])
+    found = sharded(partial(recurrence, rule), x, gradient, everyone, rule.dim, own)
     assert [each.dtype for each in found] == [each.dtype for each in (x[rule.like], *x, *own)]
-    assert way == "heads" or all(", torch.float32" in each["shapes"] for each in everyone[0].agreed)
+    assert all(", torch.float32" in each["shapes"] for each in everyone[0].agreed)
     here = alone(lambda x: rule.run(x, None)[0], x, gradient, ends, rule.dim, own)
     exact, wide = ([each.detach().double().requires_grad_() for each in xs] for xs in (x, own))
     rule, *_ = learned(name, **sizes, parameters=wide)
@@ -474,7 +473,7 @@ def alone_trained(rank, size, layout):
     topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
     how = {"rank": rank, "size": size, "layout": Layout(layout)}
     errors = {}
-    for name, way in product(("delta rule", "Mamba 2"), ("states", "heads")):
+    for name in ("delta rule", "Mamba 2"):
         rule, x, own = learned(name)
         gradient = torch.randn_like(x[rule.like])
         wants = torch.autograd.grad(rule.run(tuple(x), None)[0], [*x, *own], gradient)
@@ -482,10 +481,10 @@ def alone_trained(rank, size, layout):
             for each in (*x, *own):
                 each.requires_grad_(each is leaf)
             shards = tuple(shard(each, 1, **how) for each in x)
-            out = recurrence(rule, shards, Shards(topology, how["layout"], N), way)
+            out = recurrence(rule, shards, Shards(topology, how["layout"], N))
             (found,) = torch.autograd.grad(out, leaf, shard(gradient, 1, **how))
             torch.distributed.all_reduce(found)
-            errors[name, way, number] = error((found,), (want,))
+            errors[name, number] = error((found,), (want,))
     return errors
 
 
@@ -493,7 +492,7 @@ def alone_trained(rank, size, layout):
 def test_one_tensor_or_parameter_alone_is_trained(layout):
     """A rank that only ends documents makes no state, and takes part in backward all the same."""
     for errors in processes(2, alone_trained, layout):
-        assert len(errors) == 2 * (5 + 7) and max(errors.values()) < 1e-11, errors
+        assert len(errors) == 5 + 7 and max(errors.values()) < 1e-11, errors
 
 
 def unnamed(rank, size):
@@ -501,7 +500,7 @@ def unnamed(rank, size):
     topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
     rule, x, (decay, *_) = learned("Mamba 2")
     own = tuple(shard(each, 1, rank=rank, size=size, layout="contiguous").detach() for each in x)
-    with pytest.raises(ValueError, match=r"needs gradients: True on ranks \[0\], False on ranks \[1\]"):
+    with pytest.raises(ValueError, match=r"gradient wanted: True on ranks \[0\], False on ranks \[1\]"):
         recurrence(replace(rule, parameters=()), own, Shards(topology, Layout("contiguous"), N))
     return decay.requires_grad
 
