@@ -16,15 +16,18 @@ def script_of(command: Sequence[str], launcher: str, usage: str) -> Callable[[],
     sys.path and sys.argv are the script's from here on. Exits with a message where there is no such script
     or module.
     """
-    if not command or command[0] in ("-h", "--help"):
+    if not command:
         sys.exit(usage)
+    if command[0] in ("-h", "--help"):
+        sys.stdout.write(f"{usage}\n")
+        sys.exit(0)
     by_name = command[0] == "-m" and len(command) > 1
     name, arguments = command[by_name], command[1 + by_name :]
     if not by_name and not Path(name).is_file():
-        sys.exit(f"{launcher}: no such script: {name}\n{usage}")
+        sys.exit(f"{launcher}: no such script: {name}; --help shows the usage")
     sys.path.insert(0, os.getcwd() if by_name else str(Path(name).resolve().parent))  # as python does
     if by_name and not _is_module(name):
-        sys.exit(f"{launcher}: no such module: {name}\n{usage}")
+        sys.exit(f"{launcher}: no such module: {name}; --help shows the usage")
     sys.argv = [name, *arguments]
     if by_name:
         return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -388,6 +388,7 @@ def patch(
     options: Annotated[
         bool, typer.Option(help="Add all other flags, too: layouts, recompute policies, the fused loss.")
     ] = False,
+    other: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> None:
     """Add --context-parallel-attention-backend to a tree of Megatron's source. DIR holds megatron/core."""
     from burst_plan.patch import trees
@@ -396,6 +397,10 @@ def patch(
     actions = {"check": check, "apply": apply, "revert": revert, "numbered": show}
     asked = [(act, folder) for act, folder in actions.items() if folder is not None]
     try:
+        if other:
+            raise trees.UnknownTreeError(
+                f"DIR must follow its option at once: --apply {other[0]} --options, not --options {other[0]}"
+            )
         if len(asked) != 1:
             raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(asked)}")
         ((act, folder),) = asked

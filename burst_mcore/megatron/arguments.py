@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--burst-rates",
         nargs=3,
-        type=float,
+        type=_rate,
         metavar=("INTRA", "INTER", "TFLOPS"),
         help="For auto: GB/s that a rank sends within its node and to others, TFLOP/s of the kernel.",
     )
@@ -193,6 +195,14 @@ def rates_of(arguments: argparse.Namespace) -> Rates | None:
         return None
     intra, inter, teraflops = given
     return Rates(intra=intra * 1e9, inter=inter * 1e9, compute=teraflops * 1e12)
+
+
+def _rate(text: str) -> float:
+    """Convert text to a rate."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
 
 
 def _share(text: str) -> float | str:

@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from burst_mcore.attention.autotune.ways import Ranks, check_mesh, why_not_degree
+from burst_mcore.attention.autotune.ways import Ranks, degrees_of
+from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
-from burst_mcore.config import SETTINGS, BurstConfig, sides_of
+from burst_mcore.attention.request import problem_of, shard_of
+from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
 from burst_mcore.megatron import fused_loss
 from burst_mcore.megatron.arguments import (
     burst_config,
@@ -36,6 +40,8 @@ from burst_mcore.megatron.layouts import ZIGZAG, Dealing, refuse_assumed_zigzag
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _BACKENDS = {"flash": ("flash2", "flash3", "flash4"), "fused": ("te", "cudnn")}
 """Kernels that --attention-backend allows."""
+TOKENS = 2**17
+"""Tokens for which a layer's kernel is tried before its sequences are known."""
 
 
 def check_arguments(arguments: Any) -> None:
@@ -57,17 +63,17 @@ def check_arguments(arguments: Any) -> None:
         raise ValueError(f"--burst-fused-loss does not go with {what}")
     if not uses_burst(arguments):
         return
-    what = refusal(arguments)
-    if what is None and mla_latent(arguments) != "off":
-        what = latent_refusal(arguments)
+    what = refusal(arguments, latent=mla_latent(arguments))
     if what is not None:
         raise ValueError(f"burst attention does not support {what}")
     _check_combinations(arguments)
-    burst = burst_config(arguments)
+    burst, size = burst_config(arguments), arguments.context_parallel_size
     for kind in layers_comm_types(arguments):
-        of_layer = configured(burst, arguments, kind)
-        _check_heads(of_layer, arguments, kind)
-    _check_kernel(of_layer, arguments)
+        try:
+            with_kernel(configured(burst, arguments, kind), arguments, Ranks(size, size), Mask.causal())
+        except ValueError as error:
+            asker = f"--cp-comm-type {kind}: " if kind not in (None, "p2p") else ""
+            raise ValueError(f"{asker}{error}") from error
     _check_tokens(Layout.of(burst.layout), arguments)
 
 
@@ -84,13 +90,21 @@ def _check_combinations(arguments: Any) -> None:
         raise ValueError("--flash-decode goes past core attention: generate at --context-parallel-size 1")
     if size > 1 and getattr(arguments, "sft", False) and Layout.of(layout) != ZIGZAG:
         raise ValueError(f"--burst-layout {layout} does not go with --sft, whose documents are dealt zigzag")
-    sizes = getattr(arguments, "hierarchical_context_parallel_sizes", None)
-    if size > 1 and sizes and len(sizes) != 2:
-        raise ValueError(
-            f"--hierarchical-context-parallel-sizes must be two, ranks of a node and nodes, got {sizes}"
-        )
+    _check_largest_logits(arguments)
     _check_documents(arguments)
     rates_of(arguments)
+
+
+def _check_largest_logits(arguments: Any) -> None:
+    """Refuse what Megatron's `clip_qk` fails on after a step: it takes the model out of two wrappers."""
+    is_clipped = _is_set(arguments, "qk_clip")
+    is_float = not _is_set(arguments, "bf16", "fp16")
+    is_dealt = is_clipped and _is_set(arguments, "use_distributed_optimizer")
+    if is_dealt or (is_float and (is_clipped or _is_set(arguments, "log_max_attention_logit"))):
+        raise ValueError(
+            "Megatron's clip_qk takes a model in half precision, and for --qk-clip whole weights: pass "
+            "--bf16 or --fp16, and drop --use-distributed-optimizer"
+        )
 
 
 def _check_documents(arguments: Any) -> None:
@@ -111,22 +125,33 @@ def _check_documents(arguments: Any) -> None:
         )
 
 
-def _check_kernel(burst: BurstConfig, arguments: Any) -> None:
-    """Refuse a kernel that cannot run on this device, whatever the heads of a layer."""
-    problem = Problem(
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        dtype=dtype_of_calls(arguments),
-        heads=1,
-        kv_heads=1,
-        head_dim=64,  # every kernel takes it
-        value_dim=64,
-        deterministic=burst.deterministic,
-    )
-    name = kernel_of(burst, arguments, problem).kernel
-    reason = None if name == "auto" else KERNELS[name].supports(problem)
+def with_kernel(
+    burst: BurstConfig, config: Any, ranks: Ranks, mask: Mask, dims: tuple[int, int] = (64, 64)
+) -> BurstConfig:
+    """`burst` with the kernel that Megatron's flags ask for, once heads and kernel are known to be legal.
+
+    Args:
+        config: of a layer, or the arguments.
+        dims: of queries and values; every kernel takes the default.
+
+    Raises:
+        ValueError: so many ranks cannot share the heads, or the kernel cannot serve the layer on this device.
+    """
+    shards, heads = config.tensor_model_parallel_size, config.num_attention_heads
+    is_grouped = getattr(config, "group_query_attention", True)  # without, arguments have one group
+    groups = (getattr(config, "num_query_groups", None) if is_grouped else None) or heads
+    q_shape = 1, 1, heads // shards, dims[0]
+    dtype = dtype_of_calls(config)
+    shard = shard_of(q_shape, max(1, groups // shards), dims[1], dtype, burst.grad_dtype)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    others = {"device": device, "launches": launches_of(mask, TOKENS), "deterministic": burst.deterministic}
+    problem = problem_of(shard.pooled(degrees_of(burst, ranks, shard)[0]), **others)
+    burst = kernel_of(burst, config, problem)
+    reason = None if burst.kernel == "auto" else KERNELS[burst.kernel].supports(problem)
     if reason is not None:
         legal = [kernel.name for kernel in KERNELS.values() if kernel.supports(problem) is None]
-        raise ValueError(f"--burst-kernel {name}: {reason}; legal here: auto, {', '.join(legal)}")
+        raise ValueError(f"--burst-kernel {burst.kernel}: {reason}; legal here: auto, {', '.join(legal)}")
+    return burst
 
 
 def dtype_of_calls(config: Any) -> torch.dtype:
@@ -134,25 +159,6 @@ def dtype_of_calls(config: Any) -> torch.dtype:
     if _is_set(config, "bf16"):
         return torch.bfloat16
     return torch.float16 if _is_set(config, "fp16") else getattr(config, "params_dtype", torch.float32)
-
-
-def _check_heads(burst: BurstConfig, arguments: Any, cp_comm_type: str | None) -> None:
-    size, degree, heads = arguments.context_parallel_size, burst.head_parallel, arguments.num_attention_heads
-    if sides := sides_of(burst.mesh):
-        check_mesh(burst, sides, Ranks(size, size))
-    if not isinstance(degree, int) or not heads:
-        return
-    shards = arguments.tensor_model_parallel_size
-    groups = arguments.num_query_groups if getattr(arguments, "group_query_attention", False) else heads
-    of_rank = heads // shards, max(1, (groups or heads) // shards)
-    why_not = why_not_degree(degree, Ranks(size, size), *of_rank)
-    if why_not is not None:
-        is_ours = cp_comm_type in (None, "p2p")
-        asker = f"--burst-head-parallel {degree}" if is_ours else f"--cp-comm-type {cp_comm_type}"
-        raise ValueError(
-            f"{asker}: {degree} of {size} ranks cannot share {of_rank[0]} heads and {of_rank[1]} K/V heads, "
-            f"those of a tensor-parallel rank: {why_not}"
-        )
 
 
 def _check_tokens(layout: Layout, arguments: Any) -> None:
@@ -167,10 +173,10 @@ def _check_tokens(layout: Layout, arguments: Any) -> None:
         )
 
 
-def refusal(config: Any, dropout: float | None = None) -> str | None:
+def refusal(config: Any, dropout: float | None = None, latent: str = "off") -> str | None:
     """Return a requested feature of core attention that burst attention lacks; None if all are there.
 
-    dropout: of the layer, if it has its own.
+    dropout: of the layer, if it has its own. latent: as --burst-mla-latent.
     """
     dropout = (getattr(config, "attention_dropout", 0) or 0) if dropout is None else dropout
     graphs = getattr(config, "cuda_graph_impl", None) or "none"
@@ -187,7 +193,8 @@ def refusal(config: Any, dropout: float | None = None) -> str | None:
         ),
         f"--attention-backend {backend}: legal are auto, flash, fused": backend in ("unfused", "local"),
     }
-    return next((what for what, is_asked in asked.items() if is_asked), None)
+    what = next((what for what, is_asked in asked.items() if is_asked), None)
+    return _latent_refusal(config) if what is None and latent != "off" else what
 
 
 MASKED_TOKENS = 2**14
@@ -203,7 +210,7 @@ def refuse_dense_mask(source: str, tokens: int) -> None:
         )
 
 
-def latent_refusal(config: Any) -> str | None:
+def _latent_refusal(config: Any) -> str | None:
     """Return a requested feature of MLA layers that --burst-mla-latent lacks; None if there is none.
 
     It takes the input of the layer's up-projection, and the projection's weight as it is in memory.
@@ -211,7 +218,9 @@ def latent_refusal(config: Any) -> str | None:
     selective = getattr(config, "recompute_granularity", None) == "selective"
     recomputed = (getattr(config, "recompute_modules", None) or []) if selective else []
     asked = {
-        "a layer without --multi-latent-attention": not _is_set(config, "multi_latent_attention"),
+        "layers that have no latent (add --multi-latent-attention)": (
+            not _is_set(config, "multi_latent_attention")
+        ),
         "fused rope (pass --no-rope-fusion)": (
             _is_set(config, "apply_rope_fusion") and _is_set(config, "multi_latent_attention")
         ),
@@ -222,7 +231,7 @@ def latent_refusal(config: Any) -> str | None:
         "an experimental attention variant": _is_set(config, "experimental_attention_variant"),
     }
     what = next((what for what, is_asked in asked.items() if is_asked), None)
-    return None if what is None else f"{what} with --burst-mla-latent (pass off)"
+    return None if what is None else f"--burst-mla-latent with {what} (or pass off)"
 
 
 def configured(
@@ -241,6 +250,8 @@ def configured(
         burst = replace(burst, deterministic=True)
     size = getattr(config, "context_parallel_size", 1) if size is None else size
     word = (cp_comm_type or "p2p").lower().replace("_", "")
+    if word not in ("p2p", "a2a", "a2a+p2p", "allgather"):
+        raise ValueError(f"unknown --cp-comm-type {cp_comm_type}; legal: p2p, a2a, a2a+p2p, all_gather")
     if word == "p2p" or size == 1:
         return burst
     settings = "ring", "head_parallel", "head_placement", "mesh"
@@ -250,17 +261,14 @@ def configured(
             f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {flag_of(given[0])} "
             f"{getattr(burst, given[0])}: give one of them"
         )
-    match word:
-        case "a2a":
-            return replace(burst, head_parallel=size)
-        case "allgather":
-            return replace(burst, ring="direct", head_parallel=1)
-        case "a2a+p2p":
-            sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
-            if not sizes:
-                raise ValueError("--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes")
-            return replace(burst, head_parallel=int(sizes[0]), head_placement="inner")
-    raise ValueError(f"unknown --cp-comm-type {cp_comm_type}; legal: p2p, a2a, a2a+p2p, all_gather")
+    if word == "a2a":
+        return replace(burst, head_parallel=size)
+    if word == "allgather":
+        return replace(burst, ring="direct", head_parallel=1)
+    sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+    if not sizes:
+        raise ValueError("--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes")
+    return replace(burst, head_parallel=int(sizes[0]), head_placement="inner")
 
 
 def layers_comm_types(config: Any) -> list[str | None]:
@@ -320,6 +328,8 @@ def _backend(config: Any) -> str:
 def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
     """Return the sinks for config.softmax_type, [heads of this rank]; a Parameter if they are learnable.
 
+    The Parameter is marked as dealt over tensor parallelism: norms for clipping have the heads of all ranks.
+
     Raises:
         ValueError: an unknown type.
     """
@@ -334,6 +344,7 @@ def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | No
     if kind == "off-by-one":
         return torch.zeros(heads, device=device, dtype=config.params_dtype)
     offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+    set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
     if config.perform_initialization:
         config.init_method(offset)
     return offset

@@ -25,13 +25,10 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from burst_mcore.attention.api import burst_attention, connect
-from burst_mcore.attention.autotune.ways import Ranks, degrees_of
+from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.cached import attend_to_cache
-from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.kernels.kernel import Scores
-from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.operator.replay import entered, of_layer
-from burst_mcore.attention.request import problem_of, shard_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
@@ -39,16 +36,14 @@ from burst_mcore.mask import Mask
 from burst_mcore.megatron.arguments import from_command_line, packed_of
 from burst_mcore.megatron.asked import (
     configured,
-    dtype_of_calls,
-    kernel_of,
-    latent_refusal,
     refusal,
     refuse_dense_mask,
     softmax_offset,
+    with_kernel,
 )
 from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
 from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of_packed, refuse_other_layout
-from burst_mcore.megatron.packed import Packing, packing
+from burst_mcore.megatron.packed import Packing, packing, roll_within_slots
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
 from burst_mcore.rates import Rates
 from burst_mcore.rollouts.megatron import mask_of_call
@@ -56,8 +51,6 @@ from burst_mcore.wrap import wrap
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
-TOKENS = 2**17
-"""Tokens for which a layer's kernel is tried before its sequences are known."""
 PADDING = (AttnMaskType.padding, AttnMaskType.padding_causal)
 """Mask types that need packed sequences: these say what is padding."""
 
@@ -116,10 +109,13 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         if mla_latent != "off":
             hand_over_latents()
         follow_groups()
+        roll_within_slots()
         # Last: these may make communicators.
         self._topologies: dict[Any, Topology] = {}
         self._pg_collection = pg_collection
         group = _group(config, pg_collection)
+        self.is_alone = group is not None and group.size() > config.context_parallel_size == 1
+        group = None if self.is_alone else group
         self.use_group(group, cp_comm_type, _levels(config, group, pg_collection))
 
     def use_group(self, group: Any, cp_comm_type: str | None, levels: Any = None) -> None:
@@ -133,7 +129,12 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             for module in (Attention, MultiLatentAttention):
                 wrap(module, "forward", _refusing_a_cache)
         topology = self._topology_over(group, burst, levels)
-        burst = self._with_kernel(burst, topology)
+        mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
+        try:
+            ranks = Ranks(topology.size, topology.intra_size)
+            burst = with_kernel(burst, self.config, ranks, mask, self._head_dims)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_number}: {error}") from error
         connect(topology, burst)
         self._cp_group, self.cp_comm_type = group, cp_comm_type
         self.topology, self.burst_config = topology, burst
@@ -217,32 +218,11 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
 
     def _refuse_unsupported(self, attention_type: str, dropout: float | None) -> None:
         """ValueError for what a model may ask of its core attention and this one does not do."""
-        what = refusal(self.config, dropout)
-        if what is None and self.mla_latent != "off":
-            what = latent_refusal(self.config)
+        what = refusal(self.config, dropout, self.mla_latent)
         if attention_type != "self":
             what = f"attention of type {attention_type!r}, it does self attention"
         if what is not None:
             raise ValueError(f"layer {self.layer_number}: burst attention does not support {what}")
-
-    def _with_kernel(self, burst: BurstConfig, topology: Topology) -> BurstConfig:
-        """`burst` with the kernel that Megatron's flags ask for; ValueError if none can serve this layer."""
-        config, shards = self.config, self.config.tensor_model_parallel_size
-        groups = config.num_query_groups or config.num_attention_heads
-        q_shape = 1, 1, config.num_attention_heads // shards, self._head_dims[0]
-        keys = max(1, groups // shards), self._head_dims[1]
-        shard = shard_of(q_shape, *keys, dtype_of_calls(config), burst.grad_dtype)
-        mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            degree = degrees_of(burst, Ranks(topology.size, topology.intra_size), shard)[0]
-            others = {"device": device, "launches": launches_of(mask, TOKENS)}
-            problem = problem_of(shard.pooled(degree), **others, deterministic=burst.deterministic)
-            burst = kernel_of(burst, config, problem)
-            choose(burst.kernel, problem)
-            return burst
-        except ValueError as error:
-            raise ValueError(f"layer {self.layer_number}: {error}") from error
 
     def sharded_state_dict(
         self,
@@ -435,7 +415,7 @@ def _group(config: TransformerConfig, pg_collection: Any) -> Any:
     if group is None:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
     size = group.size() if group is not None else 1
-    if size != config.context_parallel_size:
+    if config.context_parallel_size not in (1, size):
         raise ValueError(
             f"the model's context_parallel_size is {config.context_parallel_size}, but its context-parallel "
             f"process group has {size} ranks"

@@ -113,10 +113,6 @@ def _unmoved(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) ->
     return tensor
 
 
-def _unrecorded(func: Callable, tensor: torch.Tensor, stream: Any) -> None:
-    """`.record_stream()`: nothing is asynchronous."""
-
-
 def _cuda_type(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """`.type()` says 'torch.cuda.FloatTensor': Megatron's optimizers compare with this name."""
     result = func(tensor, *args, **kwargs)
@@ -126,7 +122,6 @@ def _cuda_type(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) 
 _TENSOR_METHODS: dict[Callable, Callable] = {
     torch.Tensor.cuda: _unmoved,
     torch.Tensor.pin_memory: _unmoved,
-    torch.Tensor.record_stream: _unrecorded,
     torch.Tensor.type: _cuda_type,
 }
 _MODE = _CudaMeansCpu()
@@ -344,6 +339,7 @@ _TORCH = (
     _Patch("torch.cuda", "get_device_capability", _returns((0, 0))),
     _Patch("torch.cuda", "get_device_name", _returns("cpu")),
     # Asynchrony: everything is done when a call returns.
+    _Patch("torch:Tensor", "record_stream", _returns(None)),  # torch itself takes no other class of streams
     _Patch("torch.cuda", "Stream", _is(_Stream)),
     _Patch("torch.cuda", "Event", _is(_Event)),
     _Patch("torch.cuda", "stream", _is(contextlib.nullcontext)),

@@ -3,10 +3,10 @@
 Six kinds of functions of Megatron are wrapped here, each because there is no official door:
 
 * its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
-* its check of the arguments, behind which ours follows: one line on rank 0, and exit status 2;
+* its check of the arguments, behind which ours follows: one line, and exit status 2;
 * the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
-  `with_burst_attention` where the flag asks for it, and the models through `fuse_loss`; a model in which a
-  stock self-attention is left is refused, and --burst-fused-loss with other language models;
+  `with_burst_attention` where the flag asks for it; a model in which a stock self-attention is left is
+  refused;
 * the constructor of its local attention, whose refusal of context parallelism is told in one line;
 * its builder of models, which refuses one that has stock self-attentions alone: a vision tower beside a
   language model, or a teacher, keeps its own attention;
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from burst_mcore.scripts import script_of
-from burst_mcore.wrap import around
+from burst_mcore.wrap import around, while_set
 
 USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
        python -m burst_mcore.megatron -m MODULE ARGS...
@@ -101,7 +101,6 @@ def install() -> None:
             f"burst_mcore.megatron: megatron.training cannot be imported ({error}). It comes with "
             f"megatron-core from 0.19 on; before, put a Megatron-LM checkout on PYTHONPATH."
         )
-    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from burst_mcore.megatron.layouts import language_models
@@ -109,9 +108,6 @@ def install() -> None:
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
     wrap_everywhere(arguments, "validate_args", _with_our_checks)
-    for model in language_models():
-        wrap(model, "__init__", _with_fused_loss)
-    wrap(LanguageModule, "__init__", _refusing_a_fused_loss)
     wrap(DotProductAttention, "__init__", _naming_our_flag)
     if not is_patched():
         wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
@@ -133,13 +129,6 @@ def burst_is_chosen() -> bool:
     return from_command_line(burst_asked_for, otherwise=False)
 
 
-def fused_loss_is_chosen() -> bool:
-    """Return whether the command line asks for the fused loss."""
-    from burst_mcore.megatron.arguments import from_command_line
-
-    return from_command_line(lambda arguments: bool(getattr(arguments, "burst_fused_loss", False)), False)
-
-
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     from burst_mcore.megatron.arguments import add_arguments
 
@@ -148,19 +137,28 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 @around
 def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
-    """Return Megatron's check of its arguments, followed by ours, which puts the options in effect."""
+    """Return Megatron's check of its arguments, followed by ours, which puts the options in effect.
+
+    For the largest logits Megatron asks for TransformerEngine 2.9: burst attention gives them without.
+    """
+    from megatron.training import arguments
+
+    from burst_mcore.megatron.arguments import uses_burst
     from burst_mcore.megatron.patched.hooks import checkpoint_every_layer, use_options
 
     if getattr(args, "burst_recompute", None):
         checkpoint_every_layer(args)
-    result = validate(args, *others, **kwargs)
+    is_min_version = arguments.is_te_min_version
+    served = ("2.9.0",) if uses_burst(args) else ()
+    with while_set(arguments, is_te_min_version=lambda x, *how: x in served or is_min_version(x, *how)):
+        result = validate(args, *others, **kwargs)
     use_options(args)
     return result
 
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap a model's constructor: its specs get burst attention."""
-    from burst_mcore.megatron.spec import in_place_of
+    from burst_mcore.megatron.spec import with_burst_attention
 
     signature = inspect.signature(init)
 
@@ -169,7 +167,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
             bound = signature.bind(*args, **kwargs)
             for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec", "mamba_stack_spec"):
                 if bound.arguments.get(name) is not None:
-                    bound.arguments[name] = in_place_of(bound.arguments[name], bound.arguments["config"])
+                    bound.arguments[name] = with_burst_attention(bound.arguments[name])
             args, kwargs = bound.args, bound.kwargs
         init(*args, **kwargs)
         if burst_is_chosen() and (left := _stock_self_attentions([args[0]])):
@@ -197,25 +195,6 @@ def _naming_our_flag(init: Callable[..., None], self: Any, config: Any, *args: A
             f"--context-parallel-size {config.context_parallel_size}: {reason}: add "
             "--context-parallel-attention-backend burst"
         )
-
-
-@around
-def _with_fused_loss(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a model's constructor: with the flag, the model fuses its loss."""
-    from burst_mcore.megatron.fused_loss import fuse_loss
-
-    init(self, *args, **kwargs)
-    if fused_loss_is_chosen():
-        fuse_loss(self)
-
-
-@around
-def _refusing_a_fused_loss(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a language model's constructor: a loss that the class would not fuse is refused."""
-    names = {base.__name__ for base in type(self).__mro__}
-    if fused_loss_is_chosen() and names.isdisjoint({"GPTModel", "HybridModel"}):
-        raise ValueError(f"--burst-fused-loss serves GPTModel and HybridModel, not {type(self).__name__}")
-    init(self, *args, **kwargs)
 
 
 @around

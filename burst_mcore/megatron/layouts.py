@@ -71,6 +71,12 @@ class Dealing:
     def __str__(self) -> str:
         return f"layout {self.layout}" + (" of whole packed batches" if self.packed == "whole" else "")
 
+    def instead(self) -> str:
+        """Return what makes it Megatron's own."""
+        drops = "drop --dataloader-inter-document-masking (packed='whole')"
+        changes = (self.layout != ZIGZAG, "use zigzag"), (self.packed == "whole", drops)
+        return " and ".join(words for is_other, words in changes if is_other)
+
 
 STOCK = Dealing()
 """Megatron's own."""
@@ -144,7 +150,7 @@ def refuse_assumed_zigzag(dealing: Dealing, config: Any) -> None:
     }
     for what, is_asked in assuming.items():
         if is_asked:
-            raise ValueError(f"{dealing} does not go with {what}, which assumes zigzag: use zigzag")
+            raise ValueError(f"{dealing} does not go with {what}, which assumes zigzag: {dealing.instead()}")
 
 
 def deal_sequences_alone() -> None:
@@ -310,7 +316,7 @@ def refuse_unknown_modules(model: Any, size: int) -> None:
         if not _ignores_layouts(type(module)):
             raise ValueError(
                 f"{_in_effect} does not go with {type(module).__name__} ({name}), which may "
-                f"assume that sequences are dealt zigzag: use zigzag"
+                f"assume that sequences are dealt zigzag: {_in_effect.instead()}"
             )
 
 
@@ -322,7 +328,8 @@ def _refusing_unknown_models(
     kind, size = type(self), getattr(config, "context_parallel_size", 1)
     if _in_effect != STOCK and size > 1 and _is_other_model(kind):
         raise ValueError(
-            f"{_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: use zigzag"
+            f"{_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: "
+            f"{_in_effect.instead()}"
         )
     init(self, config, *args, **kwargs)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.layouts import ZIGZAG, layout_of_packed, made_once
 from burst_mcore.words import brief
+from burst_mcore.wrap import around, wrap
 
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -49,6 +51,30 @@ def packing(params: Any, tokens: int, size: int) -> Packing:
             raise ValueError(f"{name} of packed sequences must be a tensor of integers, got {x!r}")
     place = tokens, size, layout_of_packed()
     return made_once(_PACKINGS, given, place, lambda: _packing(given, tokens, size))
+
+
+def roll_within_slots() -> None:
+    """From now on Megatron's multi-token prediction shifts packed tokens within their slots.
+
+    Megatron-Core 0.16 to 0.20 shift by `cu_seqlens_q` rows that are held by `cu_seqlens_q_padded`, and over
+    the model's context-parallel group where a call brings its own.
+    """
+    from megatron.core.transformer import multi_token_prediction
+
+    wrap(multi_token_prediction, "_roll_tensor_packed_seq", _rolled)
+
+
+@around
+def _rolled(
+    roll: Callable[..., Any], x: Tensor, shifts: int, dims: int, params: Any, cp_group: Any, **others: Any
+) -> Any:
+    """Wrap Megatron's shift of packed tokens."""
+    held = copy.copy(params)
+    if (slots := getattr(held, CU_SEQLENS[2], None)) is not None:
+        held.cu_seqlens_q = slots
+    if cp_group is not None and getattr(held, "local_cp_size", None) is not None:
+        cp_group = held.cp_group  # None: this rank alone
+    return roll(x, shifts, dims, held, cp_group, **others)
 
 
 _PACKINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()

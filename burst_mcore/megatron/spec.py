@@ -6,7 +6,6 @@ attention wherever a spec names it, decoder, MTP, MoE and hybrid alike, and leav
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -15,11 +14,12 @@ from typing import Any
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -129,35 +129,66 @@ def hybrid_stack_spec(
 ) -> ModuleSpec:
     """Return the spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
 
-    With TransformerEngine it is Megatron's own, attention replaced. Without, it is made of local modules and
-    serves attention (*) and MLP (-) layers; Mamba and the others need their own packages, and are refused
-    when the model is built.
+    With TransformerEngine it is Megatron's own, attention replaced. Without, it is made of local modules, for
+    attention (*), MLA (+), MLP (-), experts (E), gated delta net (G, with flash-linear-attention) and
+    multi-token prediction (/). Mamba (M) and sparse attention (D) are refused when the model is built.
 
     Raises:
         ValueError: this Megatron-Core has no HybridModel.
     """
     try:
         from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
-        from megatron.core.ssm.mlp_layer import MLPLayer
     except ImportError as error:
         raise ValueError("HybridModel needs Megatron-Core 0.19 or later") from error
-    if config.transformer_impl == "transformer_engine":
-        return with_burst_attention(hybrid_layer_specs.hybrid_stack_spec, burst_config, mla_latent)
-    layer = layer_spec(config, burst_config, mla_latent).submodules
-    attention = type(layer)(
-        input_layernorm=layer.input_layernorm,
-        self_attention=layer.self_attention,
-        self_attn_bda=get_bias_dropout_add,
-    )
-    mlp = type(layer)(pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=get_bias_dropout_add)
-    stack = hybrid_block.HybridStackSubmodules
-    kinds = [field.name for field in dataclasses.fields(stack) if field.name.endswith("_layer")]
+    stock = hybrid_layer_specs.hybrid_stack_spec
+    if config.transformer_impl == "local":
+        stack = hybrid_block.HybridStackSubmodules
+        kinds = [field.name for field in dataclasses.fields(stack) if field.name.endswith("_layer")]
+        others = dict.fromkeys(kinds, _NotLocal)  # by Megatron's default they would do nothing
+        mtp = _with_local_modules(stock.submodules.mtp_block_spec)
+        layers = stack(**{**others, **_local_layers(config)}, mtp_block_spec=mtp)
+        stock = ModuleSpec(module=hybrid_block.HybridStack, submodules=layers)
+    return with_burst_attention(stock, burst_config, mla_latent)
+
+
+def _local_layers(config: TransformerConfig) -> dict[str, ModuleSpec]:
+    """Return the layers of a hybrid stack that local modules serve, of Megatron's own attention."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+
+    build = gpt_layer_specs.get_gpt_layer_local_spec
+    asked = {**_asked_of(config, build), "num_experts": None, "multi_latent_attention": False}
+    plain = build(**asked).submodules
+    norm = plain.input_layernorm
+    attends = {"input_layernorm": norm, "self_attn_bda": plain.self_attn_bda}
+    feeds = {"pre_mlp_layernorm": norm, "mlp_bda": plain.mlp_bda}
+
+    def layer(module: type, **submodules: Any) -> ModuleSpec:
+        return ModuleSpec(module=module, submodules=type(plain)(**submodules))
+
+    delta = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=norm, out_proj=RowParallelLinear)
+    delta_net = ModuleSpec(module=GatedDeltaNet, submodules=delta)
     layers = {
-        **dict.fromkeys(kinds, _NotLocal),  # by Megatron's default they would do nothing
-        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
-        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
+        "attention_layer": layer(TransformerLayer, self_attention=plain.self_attention, **attends),
+        "gdn_layer": layer(TransformerLayer, self_attention=delta_net, **attends),
+        "mlp_layer": layer(MLPLayer, mlp=plain.mlp, **feeds),
     }
-    return ModuleSpec(module=hybrid_block.HybridStack, submodules=stack(**layers))
+    if config.multi_latent_attention:
+        latent = build(**{**asked, "multi_latent_attention": True}).submodules
+        layers["mla_layer"] = layer(TransformerLayer, self_attention=latent.self_attention, **attends)
+    if config.num_moe_experts is not None:
+        experts = build(**{**asked, "num_experts": config.num_moe_experts}).submodules
+        layers["moe_layer"] = layer(TransformerLayer, mlp=experts.mlp, **feeds)
+    return layers
+
+
+def _with_local_modules(block: ModuleSpec) -> ModuleSpec:
+    """Return the spec of multi-token prediction with local modules in the place of TransformerEngine's."""
+    replace = dataclasses.replace
+    (layer,) = block.submodules.layer_specs
+    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+    layer = replace(layer, submodules=replace(layer.submodules, eh_proj=ColumnParallelLinear, **norms))
+    return replace(block, submodules=replace(block.submodules, layer_specs=[layer]))
 
 
 class _NotLocal:
@@ -165,23 +196,9 @@ class _NotLocal:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
-            "without TransformerEngine a HybridModel has attention (*) and MLP (-) layers alone: "
-            "--hybrid-layer-pattern names another one"
+            "--hybrid-layer-pattern has a layer that HybridModel lacks without TransformerEngine: Mamba (M), "
+            "sparse attention (D), experts (E) without --num-experts or MLA (+) without its flag"
         )
-
-
-def in_place_of(stock: Any, config: TransformerConfig) -> Any:
-    """Return the spec with burst attention for a model whose script chose `stock`.
-
-    Scripts for HybridModel take Megatron's stack of TransformerEngine's modules whatever --transformer-impl
-    says; with local modules its place is taken by `hybrid_stack_spec`.
-    """
-    with contextlib.suppress(ImportError):  # before 0.19
-        from megatron.core.models.hybrid import hybrid_layer_specs
-
-        if stock is hybrid_layer_specs.hybrid_stack_spec and config.transformer_impl == "local":
-            return hybrid_stack_spec(config)
-    return with_burst_attention(stock)
 
 
 class FromArguments(ModuleSpec):  # type: ignore[misc]

@@ -89,6 +89,8 @@ class Case(NamedTuple):
     tied: bool = False
     """Whether embedding and head share their weight."""
     mla_latent: str = "off"
+    pattern: str = "*-*-"
+    """Layers of a hybrid model."""
 
 
 def step(case: Case) -> Step:
@@ -142,6 +144,8 @@ def _steps(rank: int, size: int, cases: tuple[Case, ...]) -> list[Step]:
     )
     if VERSION < (0, 19):
         let_mla_be_local()
+    else:
+        let_gated_delta_net_be_local()
     attended = count_pairs()
     return [_step(case, attended) for case in cases]
 
@@ -204,6 +208,14 @@ def let_mla_be_local() -> None:
     multi_latent_attention.HAVE_TE = False
 
 
+def let_gated_delta_net_be_local() -> None:
+    """Its constructor asks for flash-linear-attention, of which deterministic mode takes a norm alone."""
+    from megatron.core.ssm.gated_delta_net import common
+
+    common.HAVE_FLA = True
+    common.l2norm = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
 def let_torchs_norms_be_sequence_parallel() -> None:
     """Megatron refuses them under sequence parallelism, since it could not mark their weights; this does."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -258,18 +270,23 @@ def _packed(model: Any, case: Case, cp_group: Any) -> Forwards:
     held = [torch.arange(n) for n in slots]
     real = torch.cat([at < n for at, n in zip(held, case.documents, strict=True)])
     at = torch.cat(held)[None]
+    # As in `_forwards`: up to CP 2 no token counts for MTP at the start of a chunk.
+    starts = torch.cat([place % max(1, len(place) // 4) == 0 for place in held])
+    weighed = (real & ~starts).float()[None]
     losses = []
     for t in _tokens(case, 1, sum(slots) + 1):
         if case.attention == "default":
             documents = [slice(a, a + n) for a, n in zip(cu_seqlens, case.documents, strict=False)]
-            alone = [model(t[:, d], at[:, d], None, labels=t[:, 1:][:, d]) for d in documents]
+            of_each = [[x[:, d] for x in (t[:, :-1], at, t[:, 1:], weighed)] for d in documents]
+            alone = [model(x, p, None, labels=y, loss_mask=mask) for x, p, y, mask in of_each]
             losses.append(torch.cat(alone, 1))
             continue
-        tokens, labels, where, counted = (
+        tokens, labels, where, counted, mask = (
             shard(x, 1, rank=cp_group.rank(), size=case.cp, layout=layout)
-            for x in (t[:, :-1], t[:, 1:], at, real[None])
+            for x in (t[:, :-1], t[:, 1:], at, real[None], weighed)
         )
-        found = model(tokens, where, None, labels=labels, packed_seq_params=packed_seq_params(case))
+        params = packed_seq_params(case)
+        found = model(tokens, where, None, labels=labels, loss_mask=mask, packed_seq_params=params)
         losses.append(found * counted)
     return losses, layout, real if case.attention == "burst" else real[real]
 
@@ -354,7 +371,7 @@ def build(case: Case, **stage: Any) -> Any:
         hybrid = spec.hybrid_stack_spec(config, burst)
         if case.attention == "default":
             hybrid = with_stock_attention(hybrid)
-        return HybridModel(config, hybrid, hybrid_layer_pattern="*-*-", **common)
+        return HybridModel(config, hybrid, hybrid_layer_pattern=case.pattern, **common)
     layer = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         multi_latent_attention=config.multi_latent_attention,
@@ -377,7 +394,7 @@ def with_stock_attention(hybrid: Any) -> Any:
     """A hybrid stack of local modules with Megatron's own attention, which no version ships."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    hybrid.submodules.attention_layer.submodules.self_attention.submodules.core_attention = (
-        DotProductAttention
-    )
+    for kind in (hybrid.submodules.attention_layer, hybrid.submodules.mla_layer):
+        if hasattr(kind, "submodules"):
+            kind.submodules.self_attention.submodules.core_attention = DotProductAttention
     return hybrid

@@ -150,12 +150,50 @@ def test_inputs_that_it_would_ignore_are_refused():
 
 
 def _other_groups():
-    with pytest.raises(ValueError, match="context_parallel_size is 1.*2 ranks"):
-        _core(transformer_config(Case(cp=1)))
+    from burst_mcore.megatron import core_attention
+
+    with pytest.raises(ValueError, match="context_parallel_size is 4.*2 ranks"):
+        _core(transformer_config(Case(cp=4)))
+    with pytest.raises(
+        ValueError, match="takes two hierarchical .*got sizes .1, 1, 2. and groups of .1, 1, 2."
+    ):
+        three = transformer_config(Case(cp=2, fields=(("hierarchical_context_parallel_sizes", [1, 1, 2]),)))
+        groups = [SimpleNamespace(size=lambda n=n: n) for n in (1, 1, 2)]
+        core_attention._levels(three, torch.distributed.group.WORLD, SimpleNamespace(hcp=groups))
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    model, at = build(Case(cp=1)), torch.arange(N)[None]
+    with pytest.raises(ValueError, match="layer 1: the model's context_parallel_size is 1.*2 ranks"):
+        model(at, at, None)
 
 
 def test_a_group_of_another_size_than_the_config_says_is_refused():
     in_megatron(_other_groups, cp=2)
+
+
+def _in_a_vision_tower():
+    """A layer at CP 1 beside a language model at CP 2: it sees whole images, on every rank."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from burst_mcore.megatron.spec import with_burst_attention
+
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    images, found = torch.randn(24, 2, 64, generator=torch.Generator().manual_seed(2)), []
+    for spec in (with_burst_attention(get_vit_layer_with_local_spec()), get_vit_layer_with_local_spec()):
+        torch.manual_seed(1)
+        layer = TransformerLayer(transformer_config(Case(cp=1)), spec.submodules, layer_number=1)
+        kept, _ = layer(images, None)
+        (kept * images).sum().backward()
+        found.append([kept.detach(), *(x.grad for x in layer.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_vision_tower_attends_alone_beside_a_ring():
+    in_megatron(_in_a_vision_tower, cp=2)
 
 
 def _params(real, padded=None, keys=None, qkv_format="thd", partition=None, **fields):
@@ -485,7 +523,7 @@ def _a_layer_without_local_modules():
     config = transformer_config(Case())
     words = dict(vocab_size=96, max_sequence_length=64)
     HybridModel(config, hybrid_stack_spec(config), hybrid_layer_pattern="*-", **words)
-    with pytest.raises(ValueError, match="attention .*MLP .*layers alone: --hybrid-layer-pattern names"):
+    with pytest.raises(ValueError, match=r"--hybrid-layer-pattern has a layer .*: Mamba \(M\)"):
         HybridModel(config, hybrid_stack_spec(config), hybrid_layer_pattern="*M", **words)
 
 

@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import sys
+from argparse import Namespace
 from types import ModuleType
 
 import pytest
@@ -23,7 +24,7 @@ from models import (
 from models import transformer_config as config_of
 from test_core_attention import _core, _params, in_megatron
 
-from burst_mcore import BurstConfig, shard
+from burst_mcore import BurstConfig, Layout, shard
 from burst_mcore.megatron import layouts
 from burst_mcore.megatron.layouts import use_layout
 
@@ -131,8 +132,6 @@ def _refusals():
         with pytest.raises(ValueError, match=f"striped does not go with .*{name}"):
             _core(variant, striped)
     with pytest.raises(ValueError, match="is of one packed batch"):
-        from burst_mcore import Layout
-
         use_layout(Layout("zigzag-documents", ends=(0, 8)))
     with pytest.raises(ValueError, match="unknown layout 'stripes'"):
         use_layout("stripes")
@@ -141,6 +140,21 @@ def _refusals():
 
 def test_what_assumes_zigzag_is_refused():
     in_megatron(_refusals, cp=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed", "words"),
+    [
+        ("striped", "documents", "use zigzag"),
+        ("zigzag", "whole", r"drop --dataloader-inter-document-masking \(packed='whole'\)"),
+        ("striped", "whole", r"use zigzag and drop --dataloader-inter-document-masking \(packed='whole'\)"),
+    ],
+)
+@pytest.mark.parametrize("field", ["mtp_num_layers", "apply_rope_fusion", "experimental_attention_variant"])
+def test_what_is_to_be_dropped_is_what_is_set(layout, packed, words, field):
+    dealing = layouts.Dealing(Layout(layout), packed)
+    with pytest.raises(ValueError, match=f"{dealing} does not go with .*, which assumes zigzag: {words}$"):
+        layouts.refuse_assumed_zigzag(dealing, Namespace(**{field: "gdn"}))
 
 
 class _Assuming(torch.nn.Module):
@@ -164,6 +178,9 @@ def _models():
         ValueError, match=r"striped does not go with _Assuming \(decoder.layers.0.mlp.mixer\)"
     ):
         build(Case(cp=2, layout="striped"))
+    use_layout("zigzag", packed="whole")
+    with pytest.raises(ValueError, match=r"_Assuming .* are dealt zigzag: drop --dataloader-inter-doc"):
+        build(Case(cp=2))
     use_layout("zigzag")
     build(Case(cp=2))
 

@@ -11,6 +11,7 @@ from cells import crossed
 from models import (
     MLA,
     MOE,
+    MTP,
     VERSION,
     Case,
     N,
@@ -79,6 +80,13 @@ def test_packed_documents_in_other_models():
         assert_equal(step(Case(model=model, cp=2, fields=fields, **PADDED)), want)
 
 
+@pytest.mark.proves("packed documents, padded or not", "multi-token prediction at CP 1 and 2")
+@pytest.mark.parametrize(("packed", "cp"), [("whole", 2), ("padded", 1), ("padded", 2)])
+def test_multi_token_prediction_over_packed_documents(packed, cp):
+    want = default(model="mtp", fields=MTP, **DOCUMENTS[packed])
+    assert_equal(step(Case(model="mtp", cp=cp, fields=MTP, **DOCUMENTS[packed])), want)
+
+
 SKIPPING = {
     "every layer": (),
     "every second": (("window_attn_skip_freq", 2),),
@@ -110,7 +118,7 @@ def test_a_window_that_is_not_shorter_than_the_sequence():
     assert_equal(step(Case(cp=2, fields=(("window_size", (N, 0)),))), default())
 
 
-def _with_groups_of_calls(rank, size, kind):
+def _with_groups_of_calls(rank, size, kind, heads):
     """Four ranks without context parallelism, call by call: a pair and two alone; all four; each alone."""
     cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
@@ -121,7 +129,8 @@ def _with_groups_of_calls(rank, size, kind):
     # Before branch dev Megatron takes the rotary positions of thd from the model's own group.
     position = "rope" if kind == "sbhd" else "learned_absolute"
     fields = (("hybrid_context_parallel", True),) if VERSION >= (0, 19) else ()
-    model = build(Case(fields=fields, position=position))
+    fields += (("mtp_num_layers", heads),) if heads else ()
+    model = build(Case(model="mtp" if heads else "gpt", fields=fields, position=position))
     pair = dist.new_group([0, 1])
     return [_call(model, kind, group) for group in (pair if rank < 2 else None, dist.group.WORLD, None)]
 
@@ -134,14 +143,17 @@ def _call(model, kind, group):
     layout = Layout("zigzag-documents", ends=tuple(accumulate(held, initial=0)))  # of one document: zigzag
     where = torch.cat([torch.arange(n) for n in held])[None]
     real = torch.cat([torch.arange(n) < d for n, d in zip(held, case.documents, strict=True)])
+    starts = torch.cat([torch.arange(n) % max(1, n // 8) == 0 for n in held])  # of chunks: see models.py
+    weighed = (real & ~starts).float()[None]
     t = torch.randint(0, 96, (1, len(real) + 1), generator=torch.Generator().manual_seed(3))
-    tokens, labels, where, counted = (
-        shard(x, 1, rank=me, size=size, layout=layout) for x in (t[:, :-1], t[:, 1:], where, real[None])
+    tokens, labels, where, counted, mask = (
+        shard(x, 1, rank=me, size=size, layout=layout)
+        for x in (t[:, :-1], t[:, 1:], where, real[None], weighed)
     )
     params = packed_seq_params(case)
     params.qkv_format, params.cp_group, params.local_cp_size = kind, group, size
     model.zero_grad()
-    loss = model(tokens, where, None, labels=labels, packed_seq_params=params) * counted
+    loss = model(tokens, where, None, labels=labels, loss_mask=mask, packed_seq_params=params) * counted
     (loss.sum() / real.sum()).backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     parts = [torch.empty_like(loss) for _ in range(size)]
@@ -153,9 +165,10 @@ def _call(model, kind, group):
 
 
 @pytest.mark.proves("dynamic (hybrid) CP: a group for each call", "1, 2 and 4 ranks, sbhd and thd")
-@pytest.mark.parametrize("kind", ["sbhd", "thd"])
-def test_each_call_may_bring_its_own_group(kind):
-    found = [call for calls in processes(4, _with_groups_of_calls, kind) for call in calls]
+@pytest.mark.parametrize(("kind", "heads"), [("sbhd", 0), ("thd", 0), ("sbhd", 1), ("thd", 1)])
+def test_each_call_may_bring_its_own_group(kind, heads):
+    """Also to the further heads of multi-token prediction, which shift tokens over the group."""
+    found = [call for calls in processes(4, _with_groups_of_calls, kind, heads) for call in calls]
     for loss, gradient in found:
         torch.testing.assert_close(loss, found[-1][0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, found[-1][1], rtol=1e-4, atol=1e-7)

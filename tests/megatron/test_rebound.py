@@ -206,6 +206,42 @@ def test_core_attention_follows_hierarchical_groups():
     processes(4, _in_megatron, _to_two_levels, 1)
 
 
+def _mixer(**fields):
+    """Megatron's MambaMixer or, without a `cp` of its own, GatedDeltaNet, unbuilt: they need GPU packages."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    mixer = object.__new__(MambaMixer if "cp" in fields else GatedDeltaNet)
+    torch.nn.Module.__init__(mixer)
+    mixer.__dict__ |= fields
+    return mixer
+
+
+def _recurrences_of_calls():
+    _core()  # from then on calls are looked at
+    everyone, alone = dist.group.WORLD, _alone()
+    me = dist.get_rank()
+    mamba = _mixer(cp=Namespace(cp_group=everyone, cp_size=2))
+    delta = _mixer(pg_collection=Namespace(cp=everyone), cp_size=2)
+    rebound = _mixer(pg_collection=Namespace(cp=alone), cp_size=2)
+    call = packed_seq_params(Case(documents=LONG))
+    call.local_cp_size, call.cp_group = 1, alone
+    for name, mixer in (("MambaMixer", mamba), ("GatedDeltaNet", delta), ("GatedDeltaNet", rebound)):
+        said = rf"{name} keeps the context-parallel group of its constructor, of size 2, but the .* \[{me}\]"
+        with pytest.raises(ValueError, match=said):
+            mixer(packed_seq_params=None if mixer is rebound else call)
+    call.local_cp_size = call.cp_group = None
+    if hasattr(call, "seq_idx"):  # before, Mamba makes it of cu_seqlens
+        with pytest.raises(ValueError, match="MambaMixer tells .* give PackedSeqParams their total_tokens"):
+            mamba(packed_seq_params=call)
+    with pytest.raises(TypeError, match="hidden_states"):  # on to Megatron's own
+        delta(packed_seq_params=call)
+
+
+def test_recurrences_refuse_the_groups_and_documents_that_they_would_not_follow():
+    processes(2, _in_megatron, _recurrences_of_calls, 1)
+
+
 def _half_bound():
     model, pair = build(Case()), dist.new_group([0, 1])
     groups = copy.copy(model.pg_collection)
@@ -228,13 +264,12 @@ def _half_bound():
     layer.core_attention.cp_group = before.cp
     assert model(tokens, torch.arange(8)[None], None).isfinite().all()
     config = transformer_config(Case(fields=MTP))
-    mixer = torch.nn.Identity()
-    mixer.cp = Namespace(cp_group=before.cp)  # as Megatron's MambaMixer, which needs packages of its own
-    model.decoder.layers[1].mlp.add_module("mixer", mixer)
+    mixer = _mixer(cp=Namespace(cp_group=before.cp, cp_size=1))
+    model.decoder.layers[1].mlp.register_forward_pre_hook(lambda *_: mixer())
     bind(model, pair)
     with pytest.raises(ValueError, match=r"build_schedule_plan .* bound anew, to ranks \[0, 1\]: call the"):
         model.build_schedule_plan(tokens, torch.arange(8)[None], None)
-    with pytest.raises(ValueError, match=r"Identity \(decoder.layers.1.mlp.mixer\) keeps that of its constr"):
+    with pytest.raises(ValueError, match=r"MambaMixer keeps .* of size 1, but the model has ranks \[0, 1\]"):
         model(tokens, torch.arange(8)[None], None)
     with pytest.raises(ValueError, match="striped .* multi-token"):
         use_layout("striped")

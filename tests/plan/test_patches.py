@@ -176,6 +176,8 @@ def test_one_thing_must_be_asked_for(tree):
     for words in ([], ["--check", tree, "--apply", tree]):
         code, said = run(*words)
         assert code == 2 and "give one of --check" in said
+    code, said = run("--apply", "--options", tree)
+    assert code == 2 and f"DIR must follow its option at once: --apply {tree} --options" in said
 
 
 # ---- training without the launcher ----
@@ -250,6 +252,66 @@ def test_the_launcher_runs_in_a_patched_copy_too(name, patched, data, alone, tmp
     arguments = [*MODEL, *data, *CP2, *BURST, "--burst-fused-loss", "--burst-recompute", "attention"]
     ring = start(patched(name), tmp_path, 2, arguments, by_launcher=True)
     assert losses(ring) == pytest.approx(alone, rel=1e-4)
+
+
+HYBRID = (
+    "--hybrid-layer-pattern *-*E/*- --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--mtp-num-layers 1"
+).split()
+
+
+@pytest.mark.proves("patched Megatron without the launcher", "HybridModel with experts and MTP")
+@needs_training
+@pytest.mark.slow
+def test_a_hybrid_model_without_transformer_engine(patched, data, tmp_path):
+    """With the options its stack is of local modules, as by the launcher; by the flag alone it is refused."""
+    model = [*MODEL[2:], *data, *HYBRID, *BURST]  # without --num-layers
+    one, ring, by_launcher = (
+        start(patched(OPTIONS), tmp_path / str(i), n, [*model, *size], launched)
+        for i, (n, size, launched) in enumerate([(1, [], False), (2, CP2, False), (2, CP2, True)])
+    )
+    assert losses(ring) == losses(by_launcher)
+    # The first step alone: Megatron weighs the further heads of a rank by the rank's own count of tokens.
+    assert losses(ring)[0] == pytest.approx(losses(one)[0], rel=1e-4)
+    code, _, errors = start(patched(BACKEND), tmp_path / "refused", 1, model)
+    assert code == 1 and "burst_hybrid_stack_spec, or use the patch with --options" in errors
+
+
+TOWER = """
+import copy, torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+torch.distributed.init_process_group("gloo")
+parallel_state.initialize_model_parallel(context_parallel_size=2)
+tensor_parallel.model_parallel_cuda_manual_seed(1)
+language = TransformerConfig(
+    num_layers=1, hidden_size=32, num_attention_heads=2, context_parallel_size=2, attention_dropout=0.0,
+    hidden_dropout=0.0, use_cpu_initialization=True, context_parallel_attention_backend="burst",
+)
+images, found = torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(1)), []
+for backend in ("burst", "default"):
+    vision = copy.deepcopy(language)
+    vision.context_parallel_size, vision.context_parallel_attention_backend = 1, backend
+    torch.manual_seed(1)
+    size = {"img_h": 28, "img_w": 28, "patch_dim": 14}
+    norms = {"ln_pre_impl": WrappedTorchNorm, "ln_post_impl": None}
+    tower = CLIPViTModel(vision, get_vit_layer_with_local_spec(), **norms, **size)
+    found.append(tower(images))
+    print("core attention:", type(tower.decoder.layers[0].self_attention.core_attention).__name__)
+torch.testing.assert_close(*found)
+"""
+
+
+@pytest.mark.slow
+def test_a_vision_tower_at_cp_1_beside_a_language_model_at_cp_2(patched, tmp_path):
+    """The tower's configuration is a copy of the language model's, with another size."""
+    (tmp_path / "tower.py").write_text(TOWER)
+    code, printed, errors = start(patched(BACKEND), tmp_path, 2, [], script=tmp_path / "tower.py")
+    assert code == 0, errors[-3000:]
+    assert re.findall(r"core attention: (\w+)", printed) == ["BurstCoreAttention", "DotProductAttention"] * 2
 
 
 REFUSED = {

@@ -31,6 +31,8 @@ class Rebindable:
 
     layer_number: int
     cp_comm_type: str | None
+    is_alone = False
+    """Whether the configuration has a context-parallel size of 1 beside a larger group: a vision tower's."""
     _cp_group: Any = None
     _pg_collection: Any = None
 
@@ -88,6 +90,11 @@ class Rebindable:
 
 def follow_groups() -> None:
     """Have Megatron's attention modules and language models go by the groups that they are bound to."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    for mixer in (MambaMixer, GatedDeltaNet):
+        wrap(mixer, "forward", _of_the_group_of_its_constructor)
     for module in (Attention, MultiLatentAttention):
         wrap(module, "forward", _of_one_group)
     for model in language_models():
@@ -102,6 +109,13 @@ def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     core, group = getattr(self, "core_attention", None), _group_of(self)
     if not isinstance(core, Rebindable) or group is None:
         return forward(self, *args, **kwargs)
+    if core.is_alone and core.cp_group is None and group.size() > 1:
+        if _of_model is None:
+            return forward(self, *args, **kwargs)
+        raise ValueError(
+            f"layer {core.layer_number}: the model's context_parallel_size is 1, but its context-parallel "
+            f"process group has {group.size()} ranks"
+        )
     for name, other in (("core attention", core.cp_group), ("model", _of_model or group)):
         if other is not group and _ranks(other) != _ranks(group):
             raise ValueError(
@@ -121,7 +135,6 @@ def _of_its_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     is_new = group is not None and _is_bound_anew(self, group)
     if is_new:
         refuse_unknown_modules(self, group.size())
-        _refuse_kept_groups(self, group)
     _of_model = group
     try:
         if not is_new:
@@ -153,16 +166,31 @@ def _is_bound_anew(model: Any, group: Any) -> bool:
     return any(isinstance(module, Rebindable) for module in model.modules())
 
 
-def _refuse_kept_groups(model: Any, group: Any) -> None:
-    """ValueError for Mamba's mixers, whose `cp` keeps the group and the sizes that it was built with."""
-    for name, module in model.named_modules():
-        kept = getattr(getattr(module, "cp", None), "cp_group", group)
-        if kept is not group and _ranks(kept) != _ranks(group):
-            raise ValueError(
-                f"the model's context-parallel group was bound anew to ranks {_ranks(group)}, but "
-                f"{type(module).__name__} ({name}) keeps that of its constructor, {_ranks(kept)}: keep the "
-                f"group of such a model"
-            )
+@around
+def _of_the_group_of_its_constructor(
+    forward: Callable[..., Any], self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+) -> Any:
+    """Wrap the forward of Mamba and gated delta net, which keep the ranks that they were built for.
+
+    Mamba tells documents apart by `seq_idx`, which Megatron-Core from 0.17 on makes of `total_tokens` alone.
+    """
+    kept, params = getattr(self, "cp", None) or self, packed_seq_params
+    group = getattr(kept, "cp_group", None) or _group_of(self)
+    size = getattr(kept, "cp_size", group.size())
+    of_call = getattr(params, "local_cp_size", None) is not None
+    asked = params.cp_group if of_call else _of_model or group
+    if _ranks(asked) != _ranks(group) or len(_ranks(asked)) != size:
+        raise ValueError(
+            f"{type(self).__name__} keeps the context-parallel group of its constructor, of size {size}, but "
+            f"the {'call' if of_call else 'model'} has ranks {_ranks(asked)}: keep the group of such a model"
+        )
+    packed = getattr(params, "qkv_format", None) == "thd"
+    if packed and kept is not self and getattr(params, "seq_idx", params) is None:
+        raise ValueError(
+            f"{type(self).__name__} tells packed documents apart by seq_idx, which packed_seq_params lack: "
+            "give PackedSeqParams their total_tokens"
+        )
+    return forward(self, *args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 @contextmanager

@@ -26,9 +26,11 @@ def with_burst_attention(submodules: Any) -> Any:
     """Return the submodules of an attention layer with burst attention in the place of Megatron's own.
 
     Raises:
-        ValueError: the layer's core attention is another one (sparse, Kitchen's, ...), or the command line
-            asks for a feature that burst attention lacks.
+        ValueError: the layer's core attention is another one (sparse, Kitchen's, ...), the command line asks
+            for a feature that burst attention lacks, or TransformerEngine's modules are not there.
     """
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
+
     from burst_mcore.megatron import spec
     from burst_mcore.megatron.arguments import megatron_arguments
     from burst_mcore.megatron.asked import check_arguments
@@ -38,11 +40,15 @@ def with_burst_attention(submodules: Any) -> Any:
         arguments = megatron_arguments()
         if hasattr(arguments, "num_attention_heads"):  # a YAML file's are elsewhere
             check_arguments(arguments)
-            _use_layout(arguments)
-            _build_no_mask(arguments)
+            _use_burst(arguments)
     core = submodules.core_attention
     if getattr(core, "module", core) is BurstCoreAttention:
         return submodules  # by a spec, perhaps with options of its own
+    if core is TEDotProductAttention and not HAVE_TE:
+        raise ValueError(
+            "this model's spec is of TransformerEngine's modules, which is not installed: add --spec "
+            "burst_mcore.megatron.spec burst_hybrid_stack_spec, or use the patch with --options"
+        )
     return spec.with_burst_attention(submodules)
 
 
@@ -63,13 +69,15 @@ def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
 def use_options(arguments: argparse.Namespace) -> None:
     """Check the options of burst attention, and put layout, recompute policy and read-ahead in effect.
 
-    Refused options end this process with one line on rank 0 and exit status 2.
+    Refused options end this process with one line and exit status 2, see `refuse`.
     """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.training import training
 
     from burst_mcore.checkpointing import Full
     from burst_mcore.megatron.arguments import recompute_policy
     from burst_mcore.megatron.asked import check_arguments
+    from burst_mcore.megatron.layouts import language_models
     from burst_mcore.megatron.recompute import use_recompute
     from burst_mcore.wrap import wrap
 
@@ -77,18 +85,23 @@ def use_options(arguments: argparse.Namespace) -> None:
         check_arguments(arguments)
     except ValueError as error:
         refuse(str(error))
-    _use_layout(arguments)
-    _build_no_mask(arguments)
+    _use_burst(arguments)
     policy = recompute_policy(arguments)
     if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
         use_recompute(policy)
+    if getattr(arguments, "burst_fused_loss", False):
+        for model in language_models():
+            wrap(model, "__init__", _fused)
+        wrap(LanguageModule, "__init__", _served_alone)
     wrap(training, "build_pretraining_data_loader", planned_ahead)
 
 
-def _use_layout(arguments: argparse.Namespace) -> None:
+def _use_burst(arguments: argparse.Namespace) -> None:
+    """Where burst attention is asked for, put the layout, data without masks and local modules in effect."""
     from burst_mcore.layout import Layout
     from burst_mcore.megatron.arguments import packed_of, setting, uses_burst
-    from burst_mcore.megatron.layouts import STOCK, Dealing, deal_sequences_alone, use_layout
+    from burst_mcore.megatron.layouts import STOCK, Dealing, deal_sequences_alone, language_models, use_layout
+    from burst_mcore.wrap import wrap
 
     if not uses_burst(arguments):
         return
@@ -96,6 +109,24 @@ def _use_layout(arguments: argparse.Namespace) -> None:
     dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
     if dealing != STOCK:  # else Megatron's, or that of a script's own use_layout
         use_layout(dealing.layout, dealing.packed)
+    _build_no_mask(arguments)
+    for model in language_models():
+        if model.__name__ == "HybridModel":  # from 0.19 on
+            wrap(model, "__init__", _of_local_modules)
+
+
+@around
+def _of_local_modules(
+    init: Callable[..., None], self: Any, config: Any, hybrid_stack_spec: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Wrap HybridModel's constructor: scripts take TransformerEngine's modules, whatever the flags say."""
+    from megatron.core.models.hybrid import hybrid_layer_specs
+
+    from burst_mcore.megatron import spec
+
+    if hybrid_stack_spec is hybrid_layer_specs.hybrid_stack_spec and config.transformer_impl == "local":
+        hybrid_stack_spec = spec.hybrid_stack_spec(config)
+    init(self, config, hybrid_stack_spec, *args, **kwargs)
 
 
 def _build_no_mask(arguments: argparse.Namespace) -> None:
@@ -106,11 +137,8 @@ def _build_no_mask(arguments: argparse.Namespace) -> None:
     """
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-    from burst_mcore.megatron.arguments import uses_burst
     from burst_mcore.wrap import wrap
 
-    if not uses_burst(arguments):
-        return
     wrap(GPTDatasetConfig, "__post_init__", _refusing_a_dense_mask)
     if getattr(arguments, "create_attention_mask_in_dataloader", False):
         arguments.create_attention_mask_in_dataloader = False
@@ -132,20 +160,31 @@ def _refusing_a_dense_mask(check: Callable[..., None], config: Any) -> None:
         refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
 
 
-def fuse_losses(models: Sequence[Any]) -> None:
-    """Fuse the LM head and loss of each language model in `models`.
+@around
+def _fused(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap the constructor of a language model: its loss is fused."""
+    init(self, *args, **kwargs)
+    fuse_losses([self])
 
-    Raises:
-        ValueError: a language model that is neither a GPTModel nor a HybridModel, or as `fuse_loss`.
-    """
+
+@around
+def _served_alone(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap the constructor of all language models: a loss that the class would not fuse is refused."""
+    if not _fuses(self):
+        raise ValueError(f"--burst-fused-loss serves GPTModel and HybridModel, not {type(self).__name__}")
+    init(self, *args, **kwargs)
+
+
+def _fuses(module: Any) -> bool:
+    return not {base.__name__ for base in type(module).__mro__}.isdisjoint({"GPTModel", "HybridModel"})
+
+
+def fuse_losses(models: Sequence[Any]) -> None:
+    """Fuse the LM head and loss of each GPTModel and HybridModel in `models`. ValueError as `fuse_loss`."""
     from burst_mcore.megatron.fused_loss import fuse_loss
 
-    for module in [module for model in models for module in model.modules()]:
-        names = {base.__name__ for base in type(module).__mro__}
-        if names & {"GPTModel", "HybridModel"}:
-            fuse_loss(module)
-        elif "LanguageModule" in names:
-            raise ValueError(f"--burst-fused-loss is for GPTModel, HybridModel, not {type(module).__name__}")
+    for module in filter(_fuses, [module for model in models for module in model.modules()]):
+        fuse_loss(module)
 
 
 @around
@@ -159,19 +198,26 @@ def planned_ahead(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_lost_flags(argv: Sequence[str]) -> None:
-    """Refuse our flags beside a YAML file (--yaml-cfg), which replaces the whole command line."""
+    """Refuse our flags where something else of the command line overrides them."""
     ours = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
     if ours and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
         refuse(f"--yaml-cfg replaces the command line, and {ours[0]} with it: give flags alone")
+    words = " ".join(argv).replace("=", " ")
+    if "--context-parallel-attention-backend default" in words and "--spec burst_mcore" in words:
+        refuse(
+            "--spec burst_mcore... is of burst attention: drop --context-parallel-attention-backend default"
+        )
 
 
 def refuse(reason: str) -> NoReturn:
-    """End this process with one line on rank 0 and exit status 2.
+    """End this process with one line and exit status 2.
 
-    The other ranks wait a while: torchrun ends all ranks as soon as one has ended, and rank 0 may be slower.
+    Other ranks than 0 wait a while before theirs: torchrun ends all ranks as soon as one has ended, and
+    rank 0 may be slower. A rank that refuses alone, by flags of its node or by its stage, tells its reason.
     """
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"burst_mcore.megatron: {reason}\n")
-    else:
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
         time.sleep(5)
+        reason = f"rank {rank}: {reason}"
+    sys.stderr.write(f"burst_mcore.megatron: {reason}\n")
     sys.exit(2)

@@ -36,7 +36,8 @@ MODEL = (
     "--num-workers 0 --calculate-per-token-loss --make-vocab-size-divisible-by 256"
 ).split()
 BURST = ["--context-parallel-attention-backend", "burst"]
-CP1, CP2 = ["--context-parallel-size", "1"], ["--context-parallel-size", "2"]
+CP = {n: ["--context-parallel-size", str(n)] for n in (1, 2)}
+CP1, CP2 = CP.values()
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +226,22 @@ def test_experts_behind_an_all_to_all(data, tmp_path):
     assert_equal(train(tmp_path / "ring", 2, data, *BURST, *CP2, *experts), plain)
 
 
+WHOLE_WEIGHTS = [word for word in MODEL if word != "--use-distributed-optimizer"]
+
+
+@pytest.mark.proves("training runs", "qk-clip, in bfloat16")
+def test_qk_clip(data, tmp_path):
+    clip = ["--qk-clip", "--qk-clip-threshold", "1e-3", "--log-max-attention-logit", "--bf16"]
+    plain, one, ring = (
+        forked_run(
+            Job(tmp_path / str(i), n, [*WHOLE_WEIGHTS, "--train-iters", "4", *data, *BURST, *CP[n], *words])
+        )
+        for i, (n, words) in enumerate([(1, ["--bf16"]), (1, clip), (2, clip)])
+    )
+    assert [i.loss for i in ring] == pytest.approx([i.loss for i in one], rel=2e-3)
+    assert one[0].loss == plain[0].loss and one[-1].loss != pytest.approx(plain[-1].loss, rel=1e-4)
+
+
 HYBRID = ["--hybrid-layer-pattern", "*-*-", "--num-layers", "4"]
 
 
@@ -243,6 +260,28 @@ def hybrid_alone(data, tmp_path_factory):
 def test_a_hybrid_model(size, ours, data, hybrid_alone, tmp_path):
     ring = ["--context-parallel-size", size, "--burst-layout", "striped"]
     assert_equal(train(tmp_path, int(size), data, *HYBRID, *ours, *ring), hybrid_alone)
+
+
+LOCAL = {
+    "experts": ["*-*E", "--num-experts", "2", "--moe-router-topk", "1", "--moe-router-pre-softmax"],
+    "Mamba": ["M-*-"],
+    "experts without their number": ["*-*E"],
+}
+
+
+@pytest.mark.proves("training runs", "HybridModel with experts, striped with the fused loss")
+@pytest.mark.slow
+def test_a_hybrid_model_with_experts(data, tmp_path):
+    model = [*BURST, "--hybrid-layer-pattern", *LOCAL["experts"]]
+    alone = train(tmp_path / "alone", 1, data, *model)
+    ring = train(tmp_path / "ring", 2, data, *model, *CP2, "--burst-layout", "striped", "--burst-fused-loss")
+    assert_equal(ring, alone)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "experts without their number"])
+def test_layers_of_hybrid_models_that_have_no_local_modules(name, data, tmp_path):
+    with pytest.raises(JobFailedError, match=r"has a layer .* lacks without TransformerEngine: Mamba \(M\)"):
+        train(tmp_path, 1, data, *BURST, "--hybrid-layer-pattern", *LOCAL[name])
 
 
 @pytest.mark.proves("training runs", "under torchrun")
@@ -306,6 +345,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_checkpoint_resumes(da
         ([*BURST, "--burst-layout", "stripes"], "--burst-layout: unknown layout 'stripes'; legal: .*striped"),
         ([*BURST, "--burst-kernel", "flash9"], "unknown kernel 'flash9'.*aten-cpu"),
         (["--context-parallel-attention-backend", "ring"], "invalid choice: 'ring'.*default.*burst"),
+        ([*BURST, "--burst-rates", "-1", "2", "3"], "--burst-rates: must be a positive number, got '-1'"),
     ],
 )
 def test_what_burst_cannot_do_stops_the_run_with_a_reason(data, tmp_path, arguments, words):
@@ -321,7 +361,7 @@ REFUSED = {
     "--cp-comm-type": ([*BURST, "--cp-comm-type", "a2a", "--burst-ring", "flat"], "give one of them"),
     "documents between any tokens": (
         [*BURST, "--dataloader-inter-document-masking", "--mtp-num-layers", "1"],
-        "layout zigzag of whole packed batches does not go with multi-token prediction",
+        "which assumes zigzag: drop --dataloader-inter-document-masking",
     ),
     "--burst-kernel": ([*BURST, "--burst-kernel", "cudnn"], "--burst-kernel cudnn: tensors are on cpu"),
     "documents and stages": (
@@ -332,7 +372,20 @@ REFUSED = {
         [],
         "-size 2: Context parallelism is only supported by TEDotProductAttention: add --context-",
     ),
+    "--qk-clip in float32": ([*BURST, "--qk-clip"], "clip_qk takes a model in half precision"),
+    "--qk-clip on shards": (
+        [*BURST, "--qk-clip", "--bf16"],
+        "--fp16, and drop --use-distributed-optimizer",
+    ),
     "FSDP": ([*BURST, "--use-megatron-fsdp"], "--use-megatron-fsdp needs CUDA"),
+    "--cp-comm-type at CP 1": (
+        [*BURST, *CP1, "--cp-comm-type", "ring"],
+        "unknown --cp-comm-type ring; legal: ",
+    ),
+    "a spec and no burst attention": (
+        [*"--context-parallel-attention-backend=default --spec burst_mcore.megatron.spec".split(), "x"],
+        "--spec burst_mcore... is of burst attention: drop --context-parallel-attention-backend default",
+    ),
     "--yaml-cfg": ([*BURST, "--yaml-cfg", "no.yaml"], "--yaml-cfg replaces the command line"),
 }
 
@@ -362,7 +415,7 @@ LOGGED = "CP without burst attention"
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == LOGGED)) for name in REFUSED]
 )
-def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(name, data, tmp_path):
+def test_what_follows_from_arguments_is_one_line_on_each_rank_and_exit_status_2(name, data, tmp_path):
     arguments, words = REFUSED[name]
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
     command = [
@@ -383,8 +436,29 @@ def test_what_follows_from_arguments_is_one_line_on_rank_0_and_exit_status_2(nam
     for rank, (status, errors) in enumerate(ends(tmp_path, command, places)):
         assert status == 2, errors[-3000:]
         said = [line for line in errors.splitlines() if not BEFORE.search(line)]
-        assert len(said) == (rank == 0), said
-        assert all(line.startswith("burst_mcore.megatron: ") and words in line for line in said), said
+        assert len(said) == 1 and words in said[0], said
+        assert said[0].startswith(f"burst_mcore.megatron: {f'rank {rank}: ' if rank else ''}"), said
+
+
+ON_ONE_RANK = """
+import os, runpy, sys
+if os.environ["RANK"] == "0":
+    sys.argv += "--context-parallel-attention-backend burst".split()
+sys.argv[0] = "burst_mcore.megatron"
+runpy.run_module("burst_mcore.megatron", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_refuses_alone_tells_its_reason(data, tmp_path):
+    """The flag is missing on rank 1: rank 0 goes on, until torchrun ends it."""
+    (tmp_path / "on_one_rank.py").write_text(ON_ONE_RANK)
+    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
+    arguments = [*MODEL, *data, *CP2, "--train-iters", "4"]
+    done = torchrun(2, tmp_path / "on_one_rank.py", script, *arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if "burst_mcore.megatron: " in line]
+    assert len(said) == 1 and re.search(r"rank 1: --context-parallel-size 2: .*add --context-", said[0]), said
 
 
 @pytest.mark.slow
@@ -443,13 +517,19 @@ def test_megatrons_comm_type_of_two_levels(data, alone, tmp_path):
     ("command", "words"),
     [
         ([], "usage: python -m burst_mcore.megatron.*--burst-grad-dtype"),
-        (["no.py"], "no such script: no.py"),
-        (["-m", "no.such.module"], "no such module: no.such.module"),
+        (["no.py"], "no such script: no.py; --help shows the usage$"),
+        (["-m", "no.such.module"], "no such module: no.such.module; --help shows the usage$"),
     ],
 )
 def test_the_launcher_says_how_it_is_used(command, words):
     with pytest.raises(SystemExit, match=f"(?s){words}"):
         launcher.launch(command)
+
+
+def test_the_launchers_help_is_its_output(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        launcher.launch(["--help"])
+    assert "usage: python -m burst_mcore.megatron" in capsys.readouterr().out
 
 
 def test_functions_that_were_imported_by_name_before_are_wrapped_too():
