@@ -75,14 +75,6 @@ class BurstConfig:
     )
     """Matters where `head_parallel` is neither 1 nor all ranks. On one node "auto" is "inner"."""
 
-    mesh: str | tuple[int, int] = setting(
-        "none",
-        "none, or rows x columns such as 2x4",
-        "Rings side by side: each rank also attends with the queries of its column, so that fewer bytes "
-        "travel and more stay in memory; none: one ring. burst-mcore explain --mesh auto finds the best.",
-    )
-    """Rings x places of a ring, with rings * places * head_parallel ranks; (2, 4) is converted to "2x4"."""
-
     overlap: bool = setting(True, "true, false", "Communicate while ranks compute (off: wait for each hop).")
     """Changes times alone: results are the same."""
 
@@ -109,14 +101,6 @@ class BurstConfig:
     )
     """NCCL's `maxCTAs`. Eight move what a ring sends at 8K tokens a rank: an estimate, not measured."""
 
-    sm_margin: int = setting(
-        8,
-        "a number of at least 0",
-        "The multiprocessors that flash-attn 3 leaves to messages in a full tile of forward.",
-    )
-    """As many as `max_ctas`, an estimate, not measured. With 0 a message that comes late waits for the
-    kernel, or the kernel for it."""
-
     def __new__(cls, **fields: Any) -> Self:
         if not fields.keys() <= SETTINGS.keys():
             unknown = [name for name in fields if name not in SETTINGS]
@@ -130,12 +114,6 @@ class BurstConfig:
             word = getattr(self, name)
             if word not in words:
                 raise ValueError(f"unknown {name} {brief(word)}; legal: {', '.join(map(repr, words))}")
-        if sides := sides_of(self.mesh):
-            object.__setattr__(self, "mesh", f"{sides[0]}x{sides[1]}")
-        if self.ring == "direct" and sides and sides[0] > 1:  # 1 x N is a plain ring
-            raise ValueError(
-                f"a mesh has rings: ring='direct' does not go with mesh={self.mesh!r}; use ring='auto'"
-            )
         if not isinstance(self.kernel, str):
             raise ValueError(f"kernel must be the name of a kernel or 'auto', got {brief(self.kernel)}")
         self._check_numbers()
@@ -151,29 +129,8 @@ class BurstConfig:
         degree = self.head_parallel
         if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
             raise ValueError(f"head_parallel must be a number of ranks >= 1, or 'auto', got {brief(degree)}")
-        for name, least in (("max_ctas", 1), ("sm_margin", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be a number of at least {least}, got {brief(value)}")
-
-
-def sides_of(mesh: object) -> tuple[int, int] | None:
-    """Return the rows and columns of a mesh; None for "none".
-
-    Raises:
-        ValueError: neither a word nor two numbers.
-    """
-    if mesh == "none":
-        return None
-    sides = mesh.split("x") if isinstance(mesh, str) else mesh
-    if isinstance(sides, list | tuple) and len(sides) == 2:
-        rows, columns = (int(x) if isinstance(x, str) and x.isdecimal() else x for x in sides)
-        if type(rows) is int and type(columns) is int and rows >= 1 and columns >= 1:
-            return rows, columns
-    advice = ": burst-mcore explain --mesh auto finds a mesh and prints its rows x columns" * (mesh == "auto")
-    raise ValueError(
-        f"mesh must be 'none', or rows x columns such as '2x4' or (2, 4), got {brief(mesh)}{advice}"
-    )
+        if not isinstance(self.max_ctas, int) or isinstance(self.max_ctas, bool) or self.max_ctas < 1:
+            raise ValueError(f"max_ctas must be a number of at least 1, got {brief(self.max_ctas)}")
 
 
 def _word(default: Any) -> Any:

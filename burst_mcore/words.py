@@ -34,6 +34,12 @@ _ANSWERS |= dict.fromkeys(
     ("alibi_slopes", "attn_bias", "bias", "score_mod"),
     "biases of scores are not served; turn q and k by a rotary embedding, or write mask=Mask...",
 )
+REMOVED = {
+    "mesh": "it is removed; write ring='direct' or head_parallel='auto', which also move fewer bytes",
+    "sm_margin": "it is removed; write max_ctas=..., the multiprocessors that messages may take",
+}
+"""What to write in the place of settings that earlier versions had."""
+_ANSWERS |= REMOVED
 _ANSWERS["enable_gqa"] = "leave it out; k and v may have fewer heads than q"
 
 

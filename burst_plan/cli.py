@@ -28,7 +28,6 @@ from burst_plan.options import (
     LatentText,
     LayoutText,
     MaskText,
-    MeshOption,
     Overlap,
     RatesFile,
     RingOption,
@@ -92,7 +91,6 @@ def explain(
     mask: MaskText = "causal",
     layout: LayoutText = "zigzag",
     ring: RingOption = "auto",
-    mesh: MeshOption = "none",
     overlap: Overlap = True,
     gpu: Gpu = None,
     rates_file: RatesFile = None,
@@ -106,8 +104,7 @@ def explain(
     from burst_plan.words import tokens
 
     try:
-        meshes = mesh == "auto"
-        config = BurstConfig(ring=ring, mesh="none" if meshes else mesh, overlap=overlap)
+        config = BurstConfig(ring=ring, overlap=overlap)
         problem = LayerProblem(
             seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=head_dim, batch=batch, mask=mask, dtype=dtype, value_dim=value_dim,
@@ -115,7 +112,7 @@ def explain(
         )  # fmt: skip
         where, rates = ranks_and_rates(cluster, rates_file, gpu)
         torch.set_num_threads(1)  # many small operations: threads would wait for each other
-        typer.echo(predict.explain(problem, where, rates, config, layout=layout, meshes=meshes))
+        typer.echo(predict.explain(problem, where, rates, config, layout=layout))
     except REFUSED as error:
         _fail("explain", error)
 
@@ -127,7 +124,6 @@ def draw(
         str, typer.Option(help="forward, or the side that travels in backward: query or kv.")
     ] = "query",
     ring: RingOption = "double",
-    mesh: MeshOption = "none",
     overlap: Overlap = True,
     head_parallel: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     heads: Heads = 8,
@@ -166,7 +162,7 @@ def draw(
         if direction not in tuple(Pass):
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
         pass_ = Pass(direction)
-        config = BurstConfig(ring=ring, mesh=mesh, overlap=overlap, head_parallel=head_parallel)
+        config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
         if measure and tokens(seq) > MEASURED_TOKENS:
             raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
         problem = LayerProblem(
@@ -195,7 +191,7 @@ def draw(
     try:
         save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
         title = f"{what}, layout {drawing.plan.layout}; {shown.title}; {shown.route} on {cluster} ranks"
-        save_mask(drawing.plan, drawing.route, pass_, chosen, title, mask_out)
+        save_mask(drawing.plan, pass_, chosen, title, mask_out)
         trace.write_text(chrome_trace(runs))
     except (ValueError, OSError) as error:
         _fail("draw", error)

@@ -37,9 +37,6 @@ LayoutText = Annotated[
 RingOption = Annotated[
     str, typer.Option(help="Route between ranks: double, flat, direct, or auto for the cost model.")
 ]
-MeshOption = Annotated[
-    str, typer.Option(help="Rings side by side: none, or rows x columns as 2x4; explain also takes auto.")
-]
 Overlap = Annotated[bool, typer.Option(help="Communicate while ranks compute.")]
 Gpu = Annotated[
     str | None,

@@ -115,8 +115,7 @@ class VirtualRank:
     """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own.
 
     With `works=False` its kernel is `idle` and its messages come once: what its passes take is what is done
-    around kernels. On a mesh the `size` ranks form `rings` rings. Where the latent travels, `k` and `v` are
-    it and its rope key.
+    around kernels. Where the latent travels, `k` and `v` are it and its rope key.
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class VirtualRank:
         works: bool = True,
         direction: Pass = Pass.QUERY,
         device: str = "cuda",
-        rings: int = 1,
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
         heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
@@ -139,7 +137,7 @@ class VirtualRank:
         self.transport = Copies(self.device, once=not works)
         chosen = choose(kernel, problem)
         self.call = Call(
-            rank=size // 2, route=Route(nodes=1, intra=size // rings, rings=rings),
+            rank=size // 2, route=Route(nodes=1, intra=size),
             plan=plan_for(Layout("zigzag"), mask, n, size), scores=Scores(shape.head_dim**-0.5),
             problem=problem, kernel=chosen if works else idle(chosen), direction=Pass(direction),
             grad_dtype=shape.grad_dtype, kv_heads=shape.carried[0], latent_travels=shape.latent_travels,

@@ -19,7 +19,7 @@ from burst_mcore.attention.autotune import cost
 from burst_mcore.attention.autotune.cost import CallTime, message_bytes
 from burst_mcore.attention.autotune.costing import pairs_of
 from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
-from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for, why_not_degree
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
@@ -181,7 +181,7 @@ def parts_of(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> Parts:
     time = cost.call_time(pooled, pass_, rates, way.gathers.passes if way.gathers else ring_passes)
     work = KernelWork(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
     after = (way.exchanges > 0) * cost.COPIES * sum(parcels.values()) * way.heads / rates.memory
-    kernel = work.busiest_of(1)
+    kernel = work.busiest
     if way.gathers:
         kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())
         after += kernel + _gathered(row, pooled, way.gathers, pass_) / rates.memory
@@ -204,7 +204,7 @@ def _ring_of(way: MethodWay, groups: Ranks, pass_: Pass, shard: Shard, work: Ker
 
 def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
     """Yield the programs of a loop, place by place."""
-    for position in range(route.places):
+    for position in range(route.positions):
         yield loop.draw(loops.LoopPlace(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
 
 
@@ -212,7 +212,9 @@ def _windows(groups: Ranks) -> Route:
     """Return a double ring over nodes; within one node, or of one group a node, windows as many as places."""
     if 1 < groups.intra < groups.size:
         return Route(nodes=groups.size // groups.intra, intra=groups.intra)
-    nodes = max(a for a, b in factors(groups.size) if a <= b) if groups.intra == 1 else 1
+    nodes = 1
+    if groups.intra == 1:
+        nodes = max(a for a in range(1, groups.size + 1) if groups.size % a == 0 and a * a <= groups.size)
     return Route(nodes=nodes, intra=groups.size // nodes)
 
 

@@ -47,8 +47,6 @@ FLAT, DOUBLE = "ring=flat; backward=kv", "ring=double; backward=kv"
 OFF = f"{DOUBLE}; overlap=False"
 NODES_APART = "ring=double; head_placement=outer; backward=kv; head_parallel="
 """Heads across nodes, a ring within each: to be completed by the number of nodes."""
-MESHES = {(8, 4): "ring=double; backward=kv; mesh=2x16", (16, 2): "ring=double; backward=kv; mesh=4x8"}
-"""A mesh of nodes, by nodes and ranks of a node."""
 BOTH_RINGS, OVERLAP = f"{FLAT} | {DOUBLE}", f"{DOUBLE} | {OFF}"
 GAIN = f"{DOUBLE} / this"
 AUTO = "ring=auto; head_parallel=auto; backward=auto"
@@ -126,9 +124,6 @@ class ClusterCase(Case):
             ways = f"{DOUBLE} | {NODES_APART}4"
             name = f"heads across nodes, 4 x {intra}, heads 8:{kv_heads}"
             cases[name] = cls(nodes=4, intra=intra, kv_heads=kv_heads, tokens=1024, ways=ways)
-        for (nodes, intra), mesh in MESHES.items():
-            case = cls(nodes=nodes, intra=intra, tokens=512, ways=f"{DOUBLE} | {mesh}")
-            cases[f"mesh, {nodes} x {intra}"] = case
         alone = cls(intra=4, tokens=128, ways=OVERLAP)
         computing = [alone.with_compute(eighths / 8) for eighths in range(2, 25)]
         cases["overlap, 2 x 4"] = max(
@@ -146,7 +141,7 @@ class ClusterCase(Case):
     @property
     def fewer_bytes(self) -> str | None:
         """The way that sends fewer bytes between nodes than the double ring, if the two are the case."""
-        return self.ways.removeprefix(f"{DOUBLE} | ") if "outer" in self.ways or "mesh" in self.ways else None
+        return self.ways.removeprefix(f"{DOUBLE} | ") if "outer" in self.ways else None
 
     def methods(self) -> Sequence[Method]:
         """Return all ways but flat rings and direct exchanges that share heads, which are slow everywhere."""

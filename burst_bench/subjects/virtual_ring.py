@@ -34,15 +34,8 @@ class VirtualCase(SquareCase):
     tokens: int = 32768
     """Of that rank."""
     direction: str = one_of("query", ("query", "kv"))
-    rings: int = 1
-    """Rings side by side, of a mesh of so many ranks in all."""
     latent: bool = False
     """A latent travels, as wide beside a head as DeepSeek-V3's, of whose keys a third is the rope key."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size % self.rings:
-            raise ValueError(f"rings must divide size, got {self.rings} and {self.size}")
 
     @property
     def seen(self) -> Mask:
@@ -54,7 +47,7 @@ class VirtualCase(SquareCase):
         """A small square with the mask in proportion, on which kernels are compared: a ring of one."""
         n = min(self.tokens, CHOOSING_TOKENS)
         mask = shortened(self.mask, self.tokens * self.size, n)
-        return replace(self, size=1, rings=1, tokens=n, mask=mask)
+        return replace(self, size=1, tokens=n, mask=mask)
 
     def rank(self, kernel: str, device: str, works: bool = True) -> VirtualRank:
         head_dim, value_dim = self.dims
@@ -65,7 +58,7 @@ class VirtualCase(SquareCase):
         )  # fmt: skip
         return VirtualRank(
             share, self.size, mask=self.seen, kernel=kernel, works=works,
-            direction=Pass(self.direction), device=device, rings=self.rings,
+            direction=Pass(self.direction), device=device,
         )  # fmt: skip
 
     def prepare(self, world: World) -> Stage:

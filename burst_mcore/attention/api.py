@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Never
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from burst_mcore.attention.autotune.ways import (
     Ranks,
-    check_mesh,
     placements,
     route_for,
     searched_rings,
@@ -30,7 +28,7 @@ from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.config import SETTINGS, BurstConfig, sides_of
+from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.dtypes import autocast
 from burst_mcore.mask import Mask
 from burst_mcore.words import no_argument
@@ -192,14 +190,9 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         raise ValueError(
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
-    sides = sides_of(config.mesh)
-    if sides:
-        check_mesh(config, sides, ranks)
-        degree = ranks.size // math.prod(sides)
-    rings = sides[0] if sides else 1
-    words = [word for word in searched_rings(config.ring, ranks) if word != "direct" or rings == 1]
-    for ring, outer in product(words, placements(config.head_placement, degree, ranks)):
-        route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer, rings=rings)
+    ways = product(searched_rings(config.ring, ranks), placements(config.head_placement, degree, ranks))
+    for ring, outer in ways:
+        route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
         transport = ProcessGroups(topology, route, config.max_ctas)
         for pass_ in Pass:
             transport.connect(pass_)

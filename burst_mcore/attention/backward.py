@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Call, Keys, Queries, sendable
-from burst_mcore.attention.geometry.rows import Rows, gather, of_half, relative_to, spans
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.numerics.latent import ExpandedKeys, Expansion
 from burst_mcore.attention.numerics.merge import GradientSum, GradientSums, Held, KeysOf, WaitingShares
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
-from burst_mcore.attention.runtime.columns import Column
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
@@ -49,11 +48,6 @@ def backward(
         return _Backward(call, queries, keys, out, lease, expansion).run(transport)
 
 
-def _sums_of(pass_: Pass, stays: Bundle, rows: Rows | None) -> GradientSums:
-    """Return the sums of the gradients of rows that stay: of K and V, or of Q."""
-    return GradientSums(stays if pass_ == Pass.QUERY else stays[:1], rows)
-
-
 class _Backward:
     def __init__(
         self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease, expansion: Expansion | None
@@ -76,21 +70,15 @@ class _Backward:
         self.home, stays = (queries, keys) if self.query_travels else (keys, queries)
         self.returned = GradientSums(self.differentiated(self.home))
         """Of the rank's own travelling bundle: its own share, and the sums of others that come home."""
-        self.staying = _sums_of(self.pass_, stays, None)
-        output = None if self.query_travels else self.out
-        self.residents = {call.position: Held(None, stays, self.staying, output)}
-        """Rows that stay here, by their position."""
+        self.staying = GradientSums(stays if self.query_travels else stays[:1])
+        self.stays: Held[Any] = Held(None, stays, self.staying, None if self.query_travels else self.out)
+        """The rows that stay here."""
         self.keys_of = KeysOf() if expansion is None else ExpandedKeys(expansion)
         self.waiting = WaitingShares()
-        self.of_column: GradientSums | None = None
-        """On a mesh the sums, over all rows that stay here, for the bundle that is computed."""
 
     def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
         outward = self.outward() if self.inward else {}
         exchanges = {**self.inward, **outward}
-        if self.call.route.rings > 1:
-            positions, new = self.call.column(self.pass_), partial(_sums_of, self.pass_)
-            exchanges |= Column(positions, self.residents, new, self.call.grad_dtype, self.lease).exchanges
         home = sendable(self.call, self.home)
         ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
         self.call.prepare(self.pass_, self.queries.q.device)
@@ -106,100 +94,62 @@ class _Backward:
 
     def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
         """Compute gradients of one bundle and of rows that stay, or a member's share, tile by tile."""
-        position = self.call.position if action.resident is None else action.resident
-        stays: Held[Any] = self.residents[position]
         out = self.out if self.query_travels and action.source == self.call.position else None
-        travels: Held[Any] = Held(rows, bundle, self.sums_of_bundle(action, bundle, rows), out)
-        here, comes = (position, stays), (action.source, travels)
-        (q_at, q), (k_at, k) = (comes, here) if self.query_travels else (here, comes)
-        met = self.call.tiles(q_at, k_at, **{"k_part" if self.query_travels else "q_part": action.part})
+        travels: Held[Any] = Held(rows, bundle, self.waiting, out)
+        q, k = (travels, self.stays) if self.query_travels else (self.stays, travels)
+        k_at = self.call.position if self.query_travels else action.source
+        met = self.call.tiles_of(self.pass_, action)
         if met:
-            k = self.keys_of.of(k_at, k, partial(self.keys_read, k_at, met))
-            q = q if action.part is not None else self.with_output(q_at, q, met)
+            k = self.keys_of.of(k_at, k, partial(self.keys_read, k_at))
+            q = q if action.part is not None else self.with_output(q, met)
         for tile in met:
-            for half in self.halves(action, k, tile):
-                inputs = self.inputs(q, k, tile, half)
-                of_queries, of_keys = self.call.kernel.shares(
-                    inputs, tile.pattern, self.call.scores, queries_travel=self.query_travels
-                )
-                sides = (k.sums, tile.k, of_keys), (q.sums, tile.q, of_queries)
-                for sums, its_rows, share in sides if self.query_travels else sides[::-1]:
-                    sums.take(its_rows, share, half)  # of the side that stays first: it may make the other
-                del inputs, of_queries, of_keys, sides, share  # their memory is free before the next launch
-        self.hand_on(action, k_at)
-
-    def hand_on(self, action: Compute, k_at: int) -> None:
-        """Hand on gradients that were summed for one compute, or for all of one bundle."""
-        if not self.of_column and not self.keys_of.expands:
-            return
-        last = self.call.is_last(self.pass_, action)
-        if last if not self.query_travels else k_at != self.call.position:
+            of_queries, of_keys = self.call.kernel.shares(
+                self.inputs(q, k, tile), tile.pattern, self.call.scores, queries_travel=self.query_travels,
+                large=self.is_large(action, k, tile),
+            )  # fmt: skip
+            sides = (k.sums, tile.k, of_keys), (q.sums, tile.q, of_queries)
+            for sums, its_rows, share in sides if self.query_travels else sides[::-1]:
+                sums.take(its_rows, share)  # of the side that stays first: it may make the other
+            del of_queries, of_keys, sides, share  # their memory is free before the next launch
+        if not self.query_travels and self.keys_of.expands and self.call.is_last(self.pass_, action):
             self.keys_of.close(k_at)
-        if last and self.of_column:
-            for span in self.call.met(self.pass_, action.source):
-                self.waiting.take((span,), self.of_column.so_far(span))
-            self.of_column = None
-
-    def sums_of_bundle(
-        self, action: Compute, bundle: Bundle, rows: Rows | None
-    ) -> GradientSums | WaitingShares:
-        """Return who takes gradients of a travelling bundle; a latent's come once for all that stay here."""
-        if action.resident is None or (self.keys_of.expands and not self.query_travels):
-            return self.waiting
-        if not self.of_column:
-            self.of_column = GradientSums(self.differentiated(bundle), rows)
-        return self.of_column
 
     def differentiated(self, bundle: Bundle) -> Bundle:
         """Return the tensors of a travelling bundle that have a gradient: Q, or K and V."""
         return bundle[:1] if self.query_travels else bundle
 
-    def keys_read(self, k_at: int, met: Sequence[Tile]) -> Rows:
-        """Return the rows of a latent to expand: home's, for all bundles; else what is met here."""
-        if not self.query_travels:
-            return self.call.met(Pass.KV, k_at)
-        if k_at == self.call.position:
-            return (range(self.keys.k.shape[1]),)
-        return spans(tuple([tile.k for tile in met]))
+    def keys_read(self, k_at: int) -> Rows:
+        """Return the rows of a latent to expand: of home, where it stays, all; else those that are met."""
+        return (range(self.keys.k.shape[1]),) if self.query_travels else self.call.keys_met(k_at)
 
-    def halves(self, action: Compute, k: Held[Any], tile: Tile) -> Sequence[int | None]:
-        """Return the halves of the heads by which a tile is computed; None: all heads at once.
+    def is_large(self, action: Compute, k: Held[Any], tile: Tile) -> bool:
+        """Return whether a tile of another rank's queries has results that are large, and added at once.
 
-        Of a large tile half of the stand-in for O, of dK and of dV is then there at once. A gradient of the
-        rank's own queries waits until the end: whole, in their dtype.
+        A gradient of the rank's own queries waits until the end: whole, in their dtype.
         """
-        kernel, pattern, keys = self.call.kernel, tile.pattern, k.bundle[0]
-        served = not (kernel.takes_delta or kernel.in_place or kernel.copies or keys.shape[2] % 2)
-        simple = (pattern.full or pattern.causal) and all([len(x) == x[0].step == 1 for x in tile[:2]])
-        large = 4 * min(pattern.shape) > keys.shape[1] and keys.nbytes > GradientSum.waiting_bytes
-        comes = self.query_travels and action.source != self.call.position
-        return (0, 1) if comes and large and served and simple else (None,)
+        keys, comes = k.bundle[0], self.query_travels and action.source != self.call.position
+        large = 4 * min(tile.pattern.shape) > keys.shape[1] and keys.nbytes > GradientSum.waiting_bytes
+        return comes and large and all([len(x) == x[0].step == 1 for x in tile[:2]])
 
-    def with_output(self, q_at: int, q: Held[Any], met: Sequence[Tile]) -> Held[Any]:
+    def with_output(self, q: Held[Any], met: Sequence[Tile]) -> Held[Any]:
         """Return queries with their output, or its stand-in for several tiles, where the kernel reads it."""
         if self.call.kernel.takes_delta or q.out is not None or (self.query_travels and len(met) == 1):
             return q
         queries = Queries(*q.bundle)
         if not self.query_travels:  # their output serves all bundles
-            q = q._replace(out=output_stand_in(queries.dout, queries.delta))
-            self.residents[q_at] = q
-            return q
+            self.stays = q._replace(out=output_stand_in(queries.dout, queries.delta))
+            return self.stays
         stand_in = torch.empty_like(queries.dout)
         for span in spans(tuple([relative_to(q.rows, tile.q) for tile in met])):
             output_stand_in(*[gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in)])
         return q._replace(out=stand_in)
 
-    def inputs(self, q: Held[Any], k: Held[Any], tile: Tile, half: int | None) -> BackwardInputs:
-        """Return the inputs of a tile's backward, or of half of its heads."""
+    def inputs(self, q: Held[Any], k: Held[Any], tile: Tile) -> BackwardInputs:
+        """Return the inputs of a tile's backward, without an output where it is not known."""
         q_rows, k_rows = relative_to(q.rows, tile.q), relative_to(k.rows, tile.k)
-        queries = Queries(*[of_half(gather(x, q_rows), half) for x in q.bundle])
-        if self.call.kernel.takes_delta:
-            out = None
-        elif q.out is None:  # of one tile, or not all rows were here for that of all tiles
-            out = output_stand_in(queries.dout, queries.delta)
-        else:
-            out = of_half(gather(q.out, q_rows), half)
-        keys, values = [of_half(gather(x, k_rows), half) for x in k.bundle]
+        queries = Queries(*[gather(x, q_rows) for x in q.bundle])
+        out = None if q.out is None or self.call.kernel.takes_delta else gather(q.out, q_rows)
+        keys, values = [gather(x, k_rows) for x in k.bundle]
         return BackwardInputs(queries.dout, queries.q, keys, values, out, queries.lse, queries.delta)
 
     def accumulate(self, sums: Bundle, rows: Rows | None, first: bool, total: Bundle | None) -> None:

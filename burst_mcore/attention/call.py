@@ -86,17 +86,9 @@ class Call:
         rows = (self.plan.member_rows(self.position, member) for member in range(self.route.heads))
         return HeadGroup(self.member, tuple(rows))
 
-    def column(self, pass_: Pass) -> list[int]:
-        """Return the positions whose rows stay here in a pass: the own, on a mesh those of a column."""
-        route = self.route.of(pass_)
-        return [member * route.places + self.position % route.places for member in range(route.rings)]
-
-    def met(self, pass_: Pass, source: int) -> Rows:
-        """Return the rows of a bundle that rows which stay here meet: the own, and on a mesh a column's."""
-        column = self.column(pass_)
-        if pass_ == Pass.QUERY:
-            return spans(tuple([tile.q for stays in column for tile in self.tiles(source, stays)]))
-        return spans(tuple([tile.k for stays in column for tile in self.tiles(stays, source)]))
+    def keys_met(self, source: int) -> Rows:
+        """Return the rows of keys of a position that the queries here meet."""
+        return spans(tuple([tile.k for tile in self.tiles(self.position, source)]))
 
     def is_last(self, pass_: Pass, action: Compute) -> bool:
         """Return whether no later compute of a pass has the same bundle."""
@@ -136,14 +128,15 @@ class Call:
 
     def tiles_of_pass(self, pass_: Pass) -> Iterator[Tiles]:
         """Yield the tiles of each compute of a pass."""
-        here, travels = self.position, pass_ == Pass.QUERY
         for action in self.program(pass_):
             if isinstance(action, Compute):
-                stays = here if action.resident is None else action.resident
-                if travels:
-                    yield self.tiles(action.source, stays, k_part=action.part)
-                else:
-                    yield self.tiles(stays, action.source, q_part=action.part)
+                yield self.tiles_of(pass_, action)
+
+    def tiles_of(self, pass_: Pass, action: Compute) -> Tiles:
+        """Return the tiles of one compute of a pass."""
+        if pass_ == Pass.QUERY:
+            return self.tiles(action.source, self.position, k_part=action.part)
+        return self.tiles(self.position, action.source, q_part=action.part)
 
     @cached_property
     def signature(self) -> Signature:

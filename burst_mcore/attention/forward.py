@@ -20,7 +20,6 @@ from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to
 from burst_mcore.attention.numerics.latent import ExpandedKeys, Expansion
 from burst_mcore.attention.numerics.merge import Held, KeysOf, OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
-from burst_mcore.attention.runtime.columns import Column
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
@@ -45,11 +44,6 @@ def forward(call: Call, transport: Transport, inputs: Inputs) -> Attended:
         return _Forward(call, inputs, lease).run(transport)
 
 
-def _softmax_of(value_dim: int, queries: Bundle, rows: Rows | None) -> OnlineSoftmax:
-    """Return the running softmax of queries that stay."""
-    return OnlineSoftmax(queries[0], value_dim=value_dim)
-
-
 class _Forward:
     def __init__(self, call: Call, inputs: Inputs, lease: Lease) -> None:
         q, k, v, sinks, expansion = inputs
@@ -67,8 +61,6 @@ class _Forward:
         self.q, self.k, self.v = q, k, v
         """As on the ring."""
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
-        self.residents = {call.position: Held(None, (q,), self.softmax)}
-        """Queries that stay here, by their position."""
         self.keys_of = KeysOf() if expansion is None else ExpandedKeys(expansion)
         self.max_logit: Tensor | None = None
         if call.scores.max_logit:
@@ -77,10 +69,6 @@ class _Forward:
     def run(self, transport: Transport) -> Attended:
         outward = self.outward() if self.inward else {}
         exchanges = {**self.inward, **outward}
-        if self.call.route.rings > 1:  # shares are as exact as the results of a tile
-            positions = self.call.column(Pass.FORWARD)
-            new = partial(_softmax_of, self.call.problem.value_dim)
-            exchanges |= Column(positions, self.residents, new, self.softmax.dtype, self.lease).exchanges
         home = sendable(self.call, (self.k, self.v))
         ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
         self.call.prepare(Pass.FORWARD, self.q.device)
@@ -96,26 +84,24 @@ class _Forward:
     def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
         """Attend queries, or a member's, to the keys of one bundle, tile by tile."""
         kernel, scores = self.call.kernel, self.call.scores
-        position = self.call.position if action.resident is None else action.resident
-        stored, (q,), softmax, _ = self.residents[position]
-        met = self.call.tiles(position, action.source, q_part=action.part)
+        met = self.call.tiles_of(Pass.FORWARD, action)
         if met and self.keys_of.expands:
             came: Held[Any] = Held(rows, bundle, None)
-            read = partial(self.call.met, Pass.FORWARD, action.source)
+            read = partial(self.call.keys_met, action.source)
             rows, bundle, *_ = self.keys_of.of(action.source, came, read)
         k, v = bundle
         for tile in met:
-            queries, keys = relative_to(stored, tile.q), relative_to(rows, tile.k)
-            tensors = gather(q, queries), gather(k, keys), gather(v, keys)
+            keys = relative_to(rows, tile.k)
+            tensors = gather(self.q, tile.q), gather(k, keys), gather(v, keys)
             inputs = *tensors, tile.pattern, scores
-            running = softmax.running(queries) if kernel.in_place else None
+            running = self.softmax.running(tile.q) if kernel.in_place else None
             largest: list[Tensor] = []  # of kernels that have the largest scores in passing
             if kernel.in_place and running:
                 out, lse, fresh = running
                 kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
             else:
                 out, lse, *largest = kernel.forward(*inputs)
-                softmax.add(queries, out, lse)
+                self.softmax.add(tile.q, out, lse)
             if self.max_logit is not None:
                 of_tile = largest[0] if largest else kernel.max_logit(*inputs)
                 self.max_logit = self.max_logit.maximum(of_tile)

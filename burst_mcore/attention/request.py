@@ -191,7 +191,6 @@ def _request(
     degrees_of(config, ranks, shard)
     scale = shard.head_dim**-0.5 if scale is None else float(scale)  # numpy's too
     softcap = None if softcap is None else float(softcap)
-    margin = config.sm_margin if size > 1 else 0
     return Request(
         rank=rank,
         ranks=ranks,
@@ -200,7 +199,7 @@ def _request(
         config=config,
         device=device,
         shard=shard,
-        scores=Scores(scale, softcap, config.deterministic, margin, return_max_logit),
+        scores=Scores(scale, softcap, config.deterministic, return_max_logit),
         return_lse=return_lse,
         sinks=sinks,
         travels=travels,
@@ -229,7 +228,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
         rank=request.rank,
         route=route,
         plan=plan_of(request.layout, mask, n, route.placement),
-        scores=request.scores if route.overlap else request.scores._replace(sm_margin=0),
+        scores=request.scores,
         problem=problem,
         kernel=choose(request.config.kernel, problem),
         direction=direction,

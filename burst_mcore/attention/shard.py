@@ -7,8 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from burst_mcore.dtypes import of_parts, wide
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
@@ -83,12 +81,6 @@ class Shard:
     def result_bytes(self) -> int:
         """Bytes of O and LSE."""
         return self.out_bytes + self.statistic_bytes
-
-    @property
-    def share_bytes(self) -> int:
-        """Bytes of a partial O and its LSE, as they travel on a mesh: see `burst_mcore.dtypes`."""
-        of_row = self.value_dim * wide(self.dtype).itemsize + of_parts(self.dtype).itemsize
-        return self.rows * self.heads * of_row
 
     def gradient_bytes(self, size: int) -> int:
         """Return the bytes of a travelling gradient, or sum, of numbers that take `size` bytes in Q."""

@@ -6,13 +6,15 @@ import argparse
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Never, TypeVar
 
 from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.rates import Rates
+from burst_mcore.words import REMOVED
 
 Value = TypeVar("Value")
 
@@ -33,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         )
     for name in SETTINGS:
         group.add_argument(flag_of(name), **_argument(name))
+    for name in REMOVED:
+        flag = f"--burst-{name.replace('_', '-')}"
+        group.add_argument(flag, type=partial(_removed, name), help=argparse.SUPPRESS)
     group.add_argument(
         "--burst-rates",
         nargs=3,
@@ -234,6 +239,11 @@ def _argument(name: str) -> dict[str, Any]:
     words = ", ".join(legal) if isinstance(legal, tuple) else legal
     told["help"] = f"{meaning} Legal: {words}. Default: {default}."
     return {**told, "metavar": name.upper(), "type": lambda text: _value(name, text)}
+
+
+def _removed(name: str, text: str) -> Never:
+    """Refuse the flag of a setting that earlier versions had."""
+    raise argparse.ArgumentTypeError(REMOVED[name])
 
 
 def _value(name: str, text: str) -> Any:

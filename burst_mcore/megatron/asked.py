@@ -81,7 +81,7 @@ def _check_combinations(arguments: Any) -> None:
     """Refuse what layers, their rings and their batches would refuse one by one, later."""
     size, layout = arguments.context_parallel_size, setting(arguments, "layout")
     kinds = [kind for kind in layers_comm_types(arguments) if (kind or "p2p").lower() != "p2p"]
-    ways = given_flags(arguments, "ring", "head_parallel", "head_placement", "mesh")
+    ways = given_flags(arguments, "ring", "head_parallel", "head_placement")
     if size > 1 and kinds and ways:
         raise ValueError(
             f"--cp-comm-type {kinds[0]} says how ranks communicate, and so does {ways[0]}: give one of them"
@@ -243,7 +243,7 @@ def configured(
     groups, all_gather is the direct exchange. size: of the group, by default the configuration's.
 
     Raises:
-        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring, a mesh,
+        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside a ring,
             a head_parallel or a head_placement of `burst` that is not its default.
     """
     if getattr(config, "deterministic_mode", False):
@@ -254,7 +254,7 @@ def configured(
         raise ValueError(f"unknown --cp-comm-type {cp_comm_type}; legal: p2p, a2a, a2a+p2p, all_gather")
     if word == "p2p" or size == 1:
         return burst
-    settings = "ring", "head_parallel", "head_placement", "mesh"
+    settings = "ring", "head_parallel", "head_placement"
     given = [name for name in settings if getattr(burst, name) != SETTINGS[name].default]
     if given:
         raise ValueError(

@@ -18,11 +18,10 @@ from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.schedule.route import Route
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
-from burst_plan.explain.pairs import met_at, pairs_at
+from burst_plan.explain.pairs import pairs_at
 
 CELLS = 512
 """Cells a side, at most, of the mask's picture."""
@@ -45,8 +44,8 @@ EMPTY = (0.95, 0.95, 0.95)
 Point = tuple[float, float]
 
 
-def save_mask(plan: Plan, route: Route, pass_: Pass, kernel: Kernel, title: str, path: Path) -> None:
-    """Write the picture of a plan in a pass of a route, in tiles for `kernel`, as a PNG."""
+def save_mask(plan: Plan, pass_: Pass, kernel: Kernel, title: str, path: Path) -> None:
+    """Write the picture of a plan in a pass, in tiles for `kernel`, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -56,8 +55,8 @@ def save_mask(plan: Plan, route: Route, pass_: Pass, kernel: Kernel, title: str,
     left, middle, right = figure.subfigures(1, 3, width_ratios=(1.0, 1.25, 0.6))
     colours = _colours(plan.size)
     _draw_mask(left.subplots(), plan, colours)
-    _draw_tiles(middle, plan, route, pass_, kernel)
-    _draw_work(right.subplots(), plan, route, colours)
+    _draw_tiles(middle, plan, pass_, kernel)
+    _draw_work(right.subplots(), plan, colours)
     figure.suptitle(fill(title, 160), fontsize=13)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -219,7 +218,7 @@ def _name(plan: Plan, position: int) -> str:
     return f"ranks {first}, {plan.size} apart" if plan.placement.outer else f"ranks {first}-{last}"
 
 
-def _draw_tiles(figure: Any, plan: Plan, route: Route, pass_: Pass, kernel: Kernel) -> None:
+def _draw_tiles(figure: Any, plan: Plan, pass_: Pass, kernel: Kernel) -> None:
     """Draw a strip for each position: the rows that stay there down, the rows of all positions across."""
     from matplotlib.patches import Patch
 
@@ -227,13 +226,12 @@ def _draw_tiles(figure: Any, plan: Plan, route: Route, pass_: Pass, kernel: Kern
     panels = figure.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
     kinds: set[str] = set()
     for panel, position in zip(panels, shown, strict=True):
-        kinds |= _draw_strip(panel, plan, route, pass_, kernel, position)
+        kinds |= _draw_strip(panel, plan, pass_, kernel, position)
         panel.set_ylabel(_name(plan, position), rotation=0, ha="right", va="center", fontsize=10)
     own, others = ("key", "query") if pass_ == Pass.QUERY else ("query", "key")
-    own = f"{own} rows of its column" if route.of(pass_).rings > 1 else f"own {own} rows"
     some = "" if len(shown) == plan.size else f", {len(shown)} of {plan.size} {_unit(plan)}s"
     figure.suptitle(
-        f"tiles for kernel {kernel.name}{some}: {own} down, {others} rows of all across", fontsize=11
+        f"tiles for kernel {kernel.name}{some}: own {own} rows down, {others} rows of all across", fontsize=11
     )
     named = range(0, plan.size, -(-plan.size // LISTED))
     firsts = [str(plan.placement.rank(p, 0)) for p in named]
@@ -245,39 +243,33 @@ def _draw_tiles(figure: Any, plan: Plan, route: Route, pass_: Pass, kernel: Kern
         figure.legend(handles=legend, loc="outside lower center", ncols=len(KINDS), fontsize=10)
 
 
-def _draw_strip(panel: Any, plan: Plan, route: Route, pass_: Pass, kernel: Kernel, position: int) -> set[str]:
+def _draw_strip(panel: Any, plan: Plan, pass_: Pass, kernel: Kernel, position: int) -> set[str]:
     """Draw what a position computes; the kinds of its tiles."""
     from matplotlib.collections import PolyCollection
 
     polygons: dict[str, list[list[Point]]] = {kind: [] for kind in KINDS}
-    for kind, polygon in placed(plan, route, pass_, kernel, position):
+    for kind, polygon in placed(plan, pass_, kernel, position):
         polygons[kind].append(polygon)
     for kind, found in polygons.items():
         edge = "white" if len(found) <= OUTLINED else "face"  # so that many small ones are seen
         panel.add_collection(PolyCollection(found, facecolors=KINDS[kind], edgecolors=edge, linewidths=0.3))
     panel.set_facecolor(EMPTY)
     panel.set_xlim(0, plan.rows * plan.size)
-    rings = route.of(pass_).rings
-    panel.set_ylim(plan.rows * rings, 0)
+    panel.set_ylim(plan.rows, 0)
     panel.set_yticks([])
-    for member in range(1, rings):
-        panel.axhline(member * plan.rows, color="0.6", linewidth=0.6)
     if plan.size <= 4 * LISTED:
         for source in range(1, plan.size):
             panel.axvline(source * plan.rows, color="0.6", linewidth=0.6)
     return {kind for kind, found in polygons.items() if found}
 
 
-def placed(
-    plan: Plan, route: Route, pass_: Pass, kernel: Kernel, position: int
-) -> Iterator[tuple[str, list[Point]]]:
+def placed(plan: Plan, pass_: Pass, kernel: Kernel, position: int) -> Iterator[tuple[str, list[Point]]]:
     """Yield (kind, polygon) of all that a position computes, in the coordinates of its strip."""
-    stay, come = met_at(route, pass_, position)
-    for (member, resident), source in product(enumerate(stay), come):
-        for tile in _met(plan, pass_, kernel, resident, source):
+    for source in range(plan.size):
+        for tile in _met(plan, pass_, kernel, position, source):
             for polygon in outlines(tile):
                 points = [(m, n) for n, m in polygon] if pass_ == Pass.QUERY else polygon
-                yield kind_of(tile), [(x + source * plan.rows, y + member * plan.rows) for x, y in points]
+                yield kind_of(tile), [(x + source * plan.rows, y) for x, y in points]
 
 
 def _shown(size: int) -> list[int]:
@@ -287,8 +279,8 @@ def _shown(size: int) -> list[int]:
     return [round(at * (size - 1) / (SHOWN - 1)) for at in range(SHOWN)]
 
 
-def _draw_work(panel: Any, plan: Plan, route: Route, colours: Tensor) -> None:
-    sides = [pairs_at(plan, route, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY)]
+def _draw_work(panel: Any, plan: Plan, colours: Tensor) -> None:
+    sides = [pairs_at(plan, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY)]
     mean = max(1.0, float(sides[0].mean()))
     for side, words, height, alpha in ((0, "keys travel", -0.2, 1.0), (1, "queries travel", 0.2, 0.45)):
         bars = [position + height for position in range(plan.size)]

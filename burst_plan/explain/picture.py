@@ -18,7 +18,7 @@ COLOURS = {
     "direct data": "#da8bc3",
     "direct gradient": "#8c8c8c",
 }
-"""By lane; other messages are those of a head group, or of a column of a mesh."""
+"""By lane; other messages are those of a head group."""
 GROUP = "#55a868"
 
 
@@ -79,7 +79,7 @@ def save_timelines(runs: Mapping[str, Sequence[Event]], title: str, path: Path) 
     found = {event.lane for events in runs.values() for event in events}
     legend = [Patch(color=colour, label=lane) for lane, colour in COLOURS.items() if lane in found]
     if any(lane not in COLOURS for lane in found):
-        legend.append(Patch(color=GROUP, label="head group or column"))
+        legend.append(Patch(color=GROUP, label="head group"))
     figure.legend(handles=legend, loc="outside lower center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

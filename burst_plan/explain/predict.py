@@ -16,7 +16,7 @@ from burst_mcore.attention.autotune.simulate import Timeline, play
 from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.schedule.actions import Link, Pass
-from burst_mcore.attention.schedule.route import Route, Schedule, schedule
+from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
@@ -98,33 +98,24 @@ def explain(
     config: BurstConfig,
     *,
     layout: str = "zigzag",
-    meshes: bool = False,
 ) -> str:
     """Return a table of all ways with their costs, the ways taken by default and by "auto", and the reasons.
 
     Args:
         config: the settings that are given; heads may be shared besides.
-        meshes: also look for the best mesh.
 
     Raises:
-        ValueError: as `layout_of`, or no degree of head parallelism goes with the mesh.
+        ValueError: as `layout_of`.
     """
     question = question_of(problem, ranks, rates, layout_of(layout, problem, ranks))
     of_kind = question.typical
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
-    found = costed(config, of_kind, tuple(degrees), meshes=meshes)  # empty if no degree goes with a mesh
-    if not found:
-        raise ValueError(
-            f"mesh {config.mesh}: rows x columns x head_parallel must be the {ranks.size} ranks; legal "
-            f"head_parallel: {', '.join(map(str, degrees))}"
-        )
+    found = costed(config, of_kind, tuple(degrees))
     auto = replace(config, head_parallel="auto")
-    default = config if config.mesh == "none" else auto  # a mesh may need heads that are shared
-    words: dict[str, Sequence[Candidate]] = {"default": tried(default, of_kind), "auto": tried(auto, of_kind)}
-    words["mesh"] = [c for c in found if meshes and c.route.rings > 1 and c.ring != "flat"]
+    words: dict[str, Sequence[Candidate]] = {"default": tried(config, of_kind), "auto": tried(auto, of_kind)}
     if best(found).seconds * AS_FAST < best(words["auto"]).seconds:
         words["by name"] = found
-    chosen = {word: best(among) for word, among in words.items() if among}
+    chosen = {word: best(among) for word, among in words.items()}
     told = (
         f"{word + ':':9}{_settings(c)} ({c.route}): {c.seconds * 1e3:.4g} ms; {reason(c, words[word])}\n"
         for word, c in chosen.items()
@@ -133,7 +124,7 @@ def explain(
     shown = table([_row(c, chosen) for c in ordered], LESS, floatfmt=".4g")
     route, direction = chosen["auto"].route, chosen["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
-    uneven = max(unevenness(plan, route, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
+    uneven = max(unevenness(plan, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
     ends = of_kind.mask.document_ends
     kind = "documents count as {} tokens on average, for any batch of this kind\n"
     return (
@@ -156,31 +147,29 @@ def _settings(chosen: Candidate) -> str:
     route = chosen.route
     words = [f"ring={chosen.ring!r}", f"head_parallel={route.heads}"]
     words += ["head_placement='outer'"] * route.outer
-    words += [f"mesh='{route.rings}x{route.places}'"] * (route.rings > 1)
     return ", ".join([*words, f"backward={chosen.direction!r}"])
 
 
 LESS = (
-    "resident MB", "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "forward ms",
+    "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "forward ms",
     "backward ms",
 )  # fmt: skip
 """Columns that a narrow terminal does not show, the first first."""
 
 
 def _row(candidate: Candidate, chosen: Mapping[str, Candidate]) -> dict[str, Any]:
-    route, marks = candidate.route, {"default": "*", "auto": "+", "mesh": "", "by name": "!"}
+    route, marks = candidate.route, {"default": "*", "auto": "+", "by name": "!"}
     return {
         "": "".join(marks[word] for word, each in chosen.items() if _way(each) == _way(candidate)),
         "head_parallel": f"{route.heads}{' outer' * route.outer}",
         "backward": candidate.direction,
         "ring": f"{candidate.ring}{', mirrored' * route.mirrored}",
-        "positions": f"{route.nodes} x {route.intra}{f', {route.rings} rings' * (route.rings > 1)}",
+        "positions": f"{route.nodes} x {route.intra}",
         "forward ms": candidate.forward_seconds * 1e3,
         "backward ms": candidate.backward_seconds * 1e3,
         "total ms": candidate.seconds * 1e3,
         "kernel ms": candidate.compute_seconds * 1e3,
         "exposed ms": max(0.0, candidate.seconds - candidate.compute_seconds) * 1e3,
-        "resident MB": candidate.resident_bytes / 1e6,
         "inter MB": candidate.inter_bytes / 1e6,
         "intra MB": candidate.intra_bytes / 1e6,
     }
@@ -190,7 +179,6 @@ def _row(candidate: Candidate, chosen: Mapping[str, Candidate]) -> dict[str, Any
 class Drawing:
     """A schedule and its predicted timeline."""
 
-    route: Route
     schedule: Schedule
     timeline: Timeline
     plan: Plan
@@ -214,7 +202,7 @@ def draw(
     better way round.
 
     Raises:
-        ValueError: ranks cannot share the heads so, or do not go with the mesh, or as `layout_of`.
+        ValueError: ranks cannot share the heads so, or as `layout_of`.
     """
     dealt = layout_of(layout, problem, ranks)
     question = question_of(problem, ranks, rates, dealt)
@@ -231,7 +219,7 @@ def draw(
     sent, dense = (_sent(each, sizes, ranks.intra) for each in (drawn, schedule(route, pass_)))
     timeline = play(drawn, sizes, seconds, ranks.intra, rates)
     both = {link: (sent[link], dense[link]) for link in sent}
-    return Drawing(route, drawn, timeline, plan, reason(chosen, ways), both)
+    return Drawing(drawn, timeline, plan, reason(chosen, ways), both)
 
 
 def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> str:
@@ -270,17 +258,16 @@ def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
 def summary(drawing: Drawing) -> str:
     """Say how even the work is, and which rows travel, beside a ring in which every rank reads all rows."""
     plan, of_queries = drawing.plan, drawing.schedule.queries_travel
-    keys, queries = (unevenness(plan, drawing.route, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY))
+    keys, queries = (unevenness(plan, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY))
     read = plan.reading(of_queries=of_queries).elsewhere
     whole = max(1, plan.rows * plan.size * (plan.size - 1))
-    reads = f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
     sizes = drawing.sent.items()
     sent = ", ".join(f"{link} {_short(size)} of {_short(dense)}" for link, (size, dense) in sizes if dense)
     return (
         f"layout: {plan.layout}\n"
         f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys travel {keys:.3f}, "
         f"where queries travel {queries:.3f})\n"
-        f"{reads if drawing.schedule.route.rings == 1 else ''}"
+        f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
         f"sent:   {sent or 'nothing'}"
     )
 

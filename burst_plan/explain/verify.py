@@ -8,7 +8,7 @@ order of posting. A message completes once the batches of both its ends are at t
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
@@ -56,18 +56,16 @@ class _Rank:
     readers: frozenset[int]
     """The positions that read its own bundle."""
     members: frozenset[int]
-    column: dict[int, set[int]]
-    """By position whose staying rows the rank attends with: the sources that these must meet."""
-    places: int
-    """Places of a ring."""
+    sources: frozenset[int]
+    """The positions whose bundles its rows must meet."""
     executed: int = 0
     holds: dict[str, Token] = field(default_factory=dict)
     sending: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
     receiving: dict[Channel, list[Recv]] = field(default_factory=lambda: defaultdict(list))
     open: Counter[Channel] = field(default_factory=Counter)
     """Batches that are not complete."""
-    computed: list[tuple[int, int, int]] = field(default_factory=list)
-    """(position of the staying rows, source, part)."""
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    """(source, part)."""
     attended: str = HOME
     """The buffer of the bundle that was computed last."""
     unpacked: list[tuple[Kind, int]] = field(default_factory=list)
@@ -205,15 +203,12 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
     """
     route = schedule.route
     members = frozenset(range(route.heads))
-    columns = [_column(schedule, position) for position in range(route.positions)]
-    reads = [_reads(schedule, position, column) for position, column in enumerate(columns)]
-    if route.rings > 1:
-        _check_mesh(schedule, columns)
+    reads = [_reads(schedule, position) for position in range(route.positions)]
     ranks = []
     for number, program in enumerate(schedule.programs):
         position, member = route.placement.position(number), route.placement.member(number)
         readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(position, ()) != ())
-        needs = reads[position], readers, members, columns[position], route.places
+        needs = reads[position], readers, members, _sources(schedule, position)
         rank = _Rank(number, position, member, program, *needs)
         rank.holds[HOME] = (Kind.DATA, position, None)
         ranks.append(rank)
@@ -240,67 +235,40 @@ def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
     )
 
 
-def _reads(schedule: Schedule, position: int, column: Mapping[int, set[int]]) -> dict[int, Rows | None]:
-    """Return the rows of the bundles of its ring that a position reads, with its whole column; None: all."""
-    places, plan = schedule.route.places, schedule.plan
-    sources = range(position // places * places, (position // places + 1) * places)
+def _reads(schedule: Schedule, position: int) -> dict[int, Rows | None]:
+    """Return the rows of each bundle that a position reads; None: all."""
+    sources, plan = range(schedule.route.positions), schedule.plan
     if plan is None:
         return dict.fromkeys(sources)
-    needed = partial(plan.needed, of_queries=schedule.queries_travel)
-    if len(column) == 1:
-        return {s: needed(s, position) for s in sources}
-    return {s: union([span for resident in column for span in needed(s, resident)]) for s in sources}
+    return {s: plan.needed(s, position, of_queries=schedule.queries_travel) for s in sources}
 
 
-def _column(schedule: Schedule, position: int) -> dict[int, set[int]]:
-    """Return the sources of its ring that staying rows meet at a position, by the position that has the rows.
+def _sources(schedule: Schedule, position: int) -> frozenset[int]:
+    """Return the positions whose bundles the rows of a position meet.
 
     The own bundle always counts: it is computed even where nothing meets.
     """
-    places, plan = schedule.route.places, schedule.plan
-    ring = range(position // places * places, (position // places + 1) * places)
-    column = range(position % places, schedule.route.positions, places)
+    sources, plan = range(schedule.route.positions), schedule.plan
     if plan is None:
-        return {resident: set(ring) for resident in column}
+        return frozenset(sources)
     meets = plan.reading(of_queries=schedule.queries_travel).meets
-    return {x: {s for s in ring if x == s == position or bool(meets[s, x])} for x in column}
-
-
-def _check_mesh(schedule: Schedule, columns: Sequence[Mapping[int, set[int]]]) -> None:
-    """Check that each pair of positions meets at one position."""
-    pairs = Counter((x, s) for column in columns for x, sources in column.items() for s in sources)
-    plan, size = schedule.plan, schedule.route.positions
-    for x, s in product(range(size), repeat=2):
-        meet = plan is None or x == s or plan.reading(of_queries=schedule.queries_travel).meets[s, x]
-        if pairs[x, s] != bool(meet):
-            raise ValueError(f"rows of {x} meet the bundle of {s} at {pairs[x, s]} positions, must be {meet}")
+    return frozenset(s for s in sources if s == position or bool(meets[s, position]))
 
 
 def _check_end(rank: _Rank) -> None:
-    pairs = sorted(
-        (x, s, part) for x, sources in rank.column.items() for s in sources for part in rank.members
-    )
+    pairs = sorted(product(rank.sources, rank.members))
     if sorted(rank.computed) != pairs:
         raise rank.fail(f"computed {rank.computed}, must be each of {pairs} once")
     if any(rank.sending.values()) or any(rank.receiving.values()):
         raise rank.fail("ends with messages that nobody waited for")
     if any(isinstance(action, Return) for action in rank.program):
         _check_sum(rank)
-    _check_column(rank)
-    kinds = {kind for kind, _ in rank.unpacked} - {Kind.RESIDENT, Kind.SHARE}
+    kinds = {kind for kind, _ in rank.unpacked}
     for kind in kinds:
         if sorted(member for other, member in rank.unpacked if other == kind) != sorted(rank.members):
             raise rank.fail(f"{kind} of the head group: got {rank.unpacked}")
     if len(rank.members) > 1 and Kind.RESULT not in kinds:
         raise rank.fail("its results stay with its head group")
-
-
-def _check_column(rank: _Rank) -> None:
-    """Check that the shares of the own staying rows came back from all that had these rows."""
-    sent = {a.member for a in rank.program if isinstance(a, Pack) and a.kind == Kind.RESIDENT}
-    back = [member for kind, member in rank.unpacked if kind == Kind.SHARE]
-    if sorted(back) != sorted(sent):
-        raise rank.fail(f"its staying rows went to members {sorted(sent)}, shares came from {back}")
 
 
 def _check_sum(rank: _Rank) -> None:
@@ -381,10 +349,7 @@ def _compute(rank: _Rank, action: Compute) -> None:
     parts = rank.members if action.part is None else {action.part}
     if not parts <= rank.has(Kind.ROWS):
         raise rank.fail(f"computes rows of members {sorted(parts)} before they came")
-    resident = rank.position if action.resident is None else action.resident
-    if resident != rank.position and (Kind.RESIDENT, resident // rank.places) not in rank.unpacked:
-        raise rank.fail(f"computes rows of position {resident} before they came")
-    rank.computed += [(resident, action.source, part) for part in sorted(parts)]
+    rank.computed += [(action.source, part) for part in sorted(parts)]
     rank.attended = action.buffer
 
 
@@ -393,7 +358,7 @@ def _accumulate(rank: _Rank, action: Accumulate) -> None:
     rank.write(action.buffer, None)
     kind, source, shares, rows = token
     last = rank.computed[-len(rank.members) :]
-    if source != action.source or rank.position in shares or {s for _, s, _ in last} != {source}:
+    if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
     if rank.read(rank.attended)[:2] != (Kind.DATA, source):  # kernels that add to the sum read it only now
         raise rank.fail(f"{rank.attended} is lost before the gradient of {source} is added")
@@ -418,30 +383,15 @@ def _add(rank: _Rank, action: Add) -> None:
 
 
 def _pack(rank: _Rank, action: Pack) -> None:
-    mesh = action.kind in (Kind.RESIDENT, Kind.SHARE)
-    resident = action.member * rank.places + rank.position % rank.places if mesh else rank.position
-    met = {s for x, s, part in rank.computed if x == resident and (mesh or part == action.member)}
-    if action.kind in (Kind.RESULT, Kind.SHARE) and met != rank.column[resident]:
+    met = {s for s, part in rank.computed if part == action.member}
+    if action.kind == Kind.RESULT and met != rank.sources:
         raise rank.fail(f"results of member {action.member} leave before they are complete")
-    if action.kind == Kind.RESIDENT and rank.has(Kind.ROWS) != rank.members:
-        raise rank.fail("its staying rows leave before all of the head group gave its share")
-    if action.kind == Kind.RESULT:
-        _check_column(rank)
-    if mesh:
-        rank.write(action.buffer, (action.kind, rank.position // rank.places, action.member, action.rows))
-        return
     if action.kind == Kind.SUM:
         _check_sum(rank)
     rank.write(action.buffer, (action.kind, rank.member, action.member))
 
 
 def _unpack(rank: _Rank, action: Unpack) -> None:
-    if action.kind in (Kind.RESIDENT, Kind.SHARE):
-        token = (action.kind, action.member, rank.position // rank.places, action.rows)
-        if rank.read(action.buffer) != token:
-            raise rank.fail(f"{action.buffer} does not hold the {action.kind} of ring {action.member}")
-        rank.unpacked.append((action.kind, action.member))
-        return
     own = action.member == rank.member
     if not own and rank.read(action.buffer) != (action.kind, action.member, rank.member):
         raise rank.fail(f"{action.buffer} does not hold the {action.kind} of member {action.member}")

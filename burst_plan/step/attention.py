@@ -40,8 +40,6 @@ class AttentionTime:
     head_placement: str = "inner"
     direction: str = "query"
     nodes: int = 1
-    resident: int = 0
-    """Bytes of other ranks' rows that stay with a mesh."""
 
     @property
     def exposed(self) -> float:
@@ -112,7 +110,6 @@ def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates,
         head_placement="outer" if chosen.route.outer else "inner",
         direction=str(chosen.direction.value),
         nodes=chosen.route.nodes,
-        resident=chosen.resident_bytes,
     )
 
 

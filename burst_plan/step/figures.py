@@ -119,8 +119,7 @@ class PredictedStep:
         """Bytes of a rank, by kind."""
         runs = self.attention
         how = runs.direction, runs.nodes, runs.head_parallel, runs.layout
-        sizes = stack(self.model, self.way, self.seq, *how)
-        return sizes | ({"rows of a mesh": float(runs.resident)} if runs.resident else {})
+        return stack(self.model, self.way, self.seq, *how)
 
     @cached_property
     def times(self) -> Times:

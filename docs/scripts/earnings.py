@@ -17,7 +17,6 @@ from burst_bench.subjects.planning import packed
 from burst_mcore.attention.autotune.choose import AS_FAST, Family
 from burst_mcore.attention.autotune.costing import Costs
 from burst_mcore.attention.autotune.question import Question, Settings, routes
-from burst_mcore.attention.autotune.search import MOST_RESIDENT
 from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
@@ -39,8 +38,6 @@ DECIDED = {
     "heads within a node": "searched",
     "direct exchange": "searched",
     "heads across nodes": "searched",
-    "mesh": "by name",
-    "mesh with heads": "by name",
 }
 """Rows, in the order of ties, each with what follows from it."""
 SUMMARY = (
@@ -59,14 +56,11 @@ def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
     shard = share_of(n // ranks.size, 32, kv_heads, 128, torch.bfloat16)
     question = Question(shard, Layout("zigzag"), seen, n, ranks, MACHINES[machine].rates).typical
     degrees = tuple(legal_degrees(ranks, 32, kv_heads))
-    every = Settings(
-        overlap=True, rings=RINGS, degrees=degrees, directions=(Pass.QUERY, Pass.KV), mesh="auto"
-    )
+    every = Settings(overlap=True, rings=RINGS, degrees=degrees, directions=(Pass.QUERY, Pass.KV))
     seconds: Cell = {}
     for route, ring in routes(question, every).items():
         family, costs = Family.of(route, question.ranks.intra), Costs(question, route.placement)
-        sides = [side for side in every.directions if costs.resident_bytes(route, side) <= MOST_RESIDENT]
-        for side, way in itertools.product(costs.play(route, sides), costs.ways(route)):
+        for side, way in itertools.product(costs.play(route, every.directions), costs.ways(route)):
             row, took = _row(family, way, ring), costs.candidate(ring, way, side).seconds
             for each in (row, QUERY) if row == RING and side == Pass.QUERY else (row,):
                 seconds[each] = min(took, seconds.get(each, took))
@@ -74,8 +68,6 @@ def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
 
 
 def _row(family: Family, route: Route, ring: str) -> str:
-    if family == Family.MESH:
-        return "mesh with heads" if route.heads > 1 else "mesh"
     if family == Family.RING:
         return "flat ring" if ring == "flat" else "mirror" if route.mirrored else RING
     return [*DECIDED][family + 2]

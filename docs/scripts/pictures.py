@@ -179,13 +179,12 @@ def double() -> Drawing:
 
 
 def work() -> Drawing:
-    """Who computes which pair of shards: on a ring, with shared heads, on a mesh."""
-    drawing = Drawing("Which rank computes which pair of queries and keys: ring, shared heads, mesh")
+    """Who computes which pair of shards: on a ring, and with shared heads."""
+    drawing = Drawing("Which rank computes which pair of queries and keys: ring, shared heads")
     cell, size = 44, 4
     routes = {
         "ring: own queries": Route(1, 4),
         "2 ranks share heads": Route(1, 2, heads=2),
-        "mesh of 2 x 2": Route(1, 2, rings=2),
     }
     for number, (name, route) in enumerate(routes.items()):
         left, top = 40 + number * (cell * size + 56), 56
@@ -214,7 +213,7 @@ def _computed(route: Route) -> dict[tuple[int, int], list[int]]:
     for rank, program in enumerate(schedule(route, "forward").programs):
         for action in program:
             if isinstance(action, Compute):
-                own = placement.position(rank) if action.resident is None else action.resident
+                own = placement.position(rank)
                 parts = range(placement.heads) if action.part is None else [action.part]
                 for member in parts:
                     for other in range(placement.heads):

@@ -16,9 +16,9 @@ from pathlib import Path
 from messages import with_messages
 from predictions import page
 from step_errors import judged, ranges, table
-from volume import Share, least, of_columns, of_ring, of_rows, through_nic
+from volume import Share, least, of_columns, of_ring, of_rows
 
-from burst_mcore.attention.autotune.ways import Ranks, factors, legal_degrees, route_for
+from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference
@@ -203,31 +203,21 @@ def _share(gpus: int, heads: int, kv_heads: int, width: int, kv_width: int) -> S
     row = TOKENS // gpus * heads
     q, out, kv = (2 * numbers for numbers in (row * width, row * 128, row // heads * kv_heads * kv_width))
     statistic = 4 * row
-    output = (2 * out + statistic) / out
-    return Share(heads=heads, kv_heads=kv_heads, q=q, out=out, kv=kv, statistic=statistic, output=output)
+    return Share(heads=heads, kv_heads=kv_heads, q=q, out=out, kv=kv, statistic=statistic)
 
 
 def _ways(share: Share, ranks: Ranks) -> dict[str, str]:
     """The bytes of each way, in words."""
     nodes, forward = ranks.size // ranks.intra, of_columns(share, Pass.FORWARD)
-    hops = [of_columns(share, Pass.KV), of_rows(share, Pass.QUERY)]
+    hops = [of_columns(share, Pass.KV), of_rows(share)]
     ring = forward.around(ranks.size), min(hop.around(ranks.size) for hop in hops)
     across = {f"h {h}": _of_route(share, h, ranks, outer=True) for h in _degrees(share, ranks)}
-    meshes = {f"{a} x {b}": _of_mesh(share, 1, a, b) for a, b in factors(nodes) if a > 1 and b > 1}
-    both = {
-        f"h {h}, {a} x {b}": _of_mesh(share, h, a, b)
-        for h in _degrees(share, ranks)
-        if nodes % h == 0
-        for a, b in factors(nodes // h)
-    }
     bound = least(share, nodes)
     return {
         "ring": _cell(ring),
         "double ring": _cell(_of_route(share, 1, ranks)),
         "USP: heads in the node": _cell(_of_route(share, NODE, ranks)),
         "heads across nodes": _fewest(across),
-        "mesh of nodes": _fewest(meshes),
-        "heads and mesh of nodes": _fewest(both),
         "bound": _cell((bound, bound)),
     }
 
@@ -242,16 +232,6 @@ def _of_route(share: Share, degree: int, ranks: Ranks, *, outer: bool = False) -
         of_ring(share, pass_, route, ranks.intra)[Link.INTER] for pass_ in (Pass.FORWARD, Pass.KV, Pass.QUERY)
     )
     return forward, min(backward)
-
-
-def _of_mesh(share: Share, heads: int, rows: int, columns: int) -> Bytes:
-    forward, backward = (
-        through_nic(share, pass_, heads=heads, rows=rows, columns=columns)
-        for pass_ in (Pass.FORWARD, Pass.KV)
-    )
-    if rows == 1:  # one ring: queries may travel instead
-        backward = min(backward, through_nic(share, Pass.QUERY, heads=heads, rows=columns, columns=1))
-    return forward, backward
 
 
 def _fewest(ways: Mapping[str, Bytes]) -> str:

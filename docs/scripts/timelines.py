@@ -17,13 +17,9 @@ from burst_plan.cli import app
 
 COMMANDS = {
     "double_ring": "draw --cluster 2x4 --mask full --seq 64K",
-    "mesh": "draw --cluster 2x2 --mesh 2x2 --direction forward --mask full --seq 64K",
 }
 """What burst-mcore is asked for each picture; the caption of the picture names the command."""
-LANES = (
-    "compute", "intra data", "mesh resident", "intra gradient", "mesh share", "inter data", "inter gradient",
-    "intra total",
-)  # fmt: skip
+LANES = ("compute", "intra data", "intra gradient", "inter data", "inter gradient", "intra total")
 """The lanes that have a colour, in the order of colours."""
 LEFT, WIDTH, BAR, LINE, GAP = 64, 720, 16, 9, 10
 """Of a picture, in pixels: room for ranks, length of the time axis, height of tiles and of messages, and

@@ -1,21 +1,12 @@
-"""Closed formulas for the bytes that a rank sends: rings, shared heads, a mesh.
+"""Closed formulas for the bytes that a rank sends: rings and shared heads.
 
-All h heads x a rows x b columns = G ranks are one family. Each rank has N / G tokens. Groups of h ranks pool
-tokens and divide the heads. Queries and outputs pass the a groups that share a row of pairs, keys and values
-the b groups that share a column. a = 1 is RingAttention, b = 1 the rotation of queries, h = G Ulysses.
+Each of G ranks has N / G tokens. Groups of h ranks pool tokens and divide the heads; a ring over the groups
+moves keys and values, or queries: h = 1 is RingAttention, h = G Ulysses.
 
-The same formulas hold for what passes the NICs, with nodes in the place of ranks: a and b then count nodes.
 Masks are full. `cost` counts the bytes of programs; tests hold the two against each other.
 
-Between nodes (of 8), forward of 32 heads on 64, 256, 1024 ranks moves fewer bytes than a double ring:
-
-    mesh of nodes, in bfloat16              1.56 / 2.7 / 5.0 times: sums of outputs are float32
-    the same, in float32                    1.75 / 3.1 / 5.8
-    heads across nodes as well              4 / 16 / 28.6, in float32 32 at 1024
-    backward of 64 heads, 8 K/V heads       2.7 / 5.5 / 8.5
-
-The last line has gradients in float32, and at most 8 ranks that share heads. The exchange of heads sends
-complete gradients, rounded. In float32 they would make it 1.7 / 4.4 / 7.7.
+Between nodes (of 8), forward of 32 heads on 64, 256, 1024 ranks moves 4, 16, 25.7 times fewer bytes with
+heads across nodes than a double ring.
 """
 
 from __future__ import annotations
@@ -43,8 +34,6 @@ class Share:
     """Of LSE, or of D."""
     gradient: float = 2.0
     """The size of a travelling gradient over that of the same numbers of Q, K or V."""
-    output: float = 2.0
-    """The size of a travelling share of an output, with its LSE, over that of the output."""
 
     @classmethod
     def of(cls, shard: Shard) -> Self:
@@ -52,7 +41,7 @@ class Share:
         return cls(
             heads=shard.heads, kv_heads=shard.carried[0], q=shard.q_bytes, out=shard.out_bytes,
             kv=shard.kv_bytes, statistic=shard.statistic_bytes,
-            gradient=shard.grad_itemsize / shard.itemsize, output=shard.share_bytes / shard.out_bytes,
+            gradient=shard.grad_itemsize / shard.itemsize,
         )  # fmt: skip
 
 
@@ -93,11 +82,8 @@ class Hop(NamedTuple):
         return (nodes - 1) * (self.data + self.sums)
 
 
-def of_rows(share: Share, pass_: Pass) -> Hop:
-    """Return the hop of queries: Q, and O with its LSE; in backward Q, dO, D and LSE, and dQ."""
-    if pass_ == Pass.FORWARD:
-        sums = share.out * share.output
-        return Hop(share.q, sums, sums)
+def of_rows(share: Share) -> Hop:
+    """Return the hop of queries in backward: Q, dO, D and LSE, and dQ."""
     data, sums = share.q + share.out + 2 * share.statistic, share.q * share.gradient
     return Hop(data, sums, min(share.q, sums))
 
@@ -129,29 +115,6 @@ def exchanged(share: Share, pass_: Pass, heads: int) -> float:
     return (share.q + share.out + share.statistic) / heads + one * wide
 
 
-def moved(share: Share, pass_: Pass, *, heads: int = 1, rows: int = 1, columns: int = 1) -> float:
-    """Return the bytes that each of heads x rows x columns ranks sends, to whomever."""
-    exchange = (heads - 1) * exchanged(share, pass_, heads)
-    return exchange + of_rows(share, pass_).around(rows) + of_columns(share, pass_, heads).around(columns)
-
-
-def through_nic(
-    share: Share, pass_: Pass, *, heads: int = 1, near: int = 1, rows: int = 1, columns: int = 1
-) -> float:
-    """Return the bytes that a rank sends to other nodes, where rings within nodes bring sums home.
-
-    Args:
-        share: the bytes of its rows.
-        pass_: forward, or a backward.
-        heads: ranks of a head group.
-        near: those of them on one node.
-        rows: nodes that share a row of pairs.
-        columns: nodes that share a column.
-    """
-    exchange = (heads - near) * exchanged(share, pass_, heads)
-    return exchange + of_rows(share, pass_).between(rows) + of_columns(share, pass_, heads).between(columns)
-
-
 Links = dict[Link, float]
 """Bytes within and between nodes."""
 
@@ -162,26 +125,8 @@ def of_ring(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
     Raises:
         ValueError: a direct exchange, or nodes that cut head groups into unequal parts.
     """
-    hop = of_rows(share, pass_) if pass_ == Pass.QUERY else of_columns(share, pass_, route.heads)
+    hop = of_rows(share) if pass_ == Pass.QUERY else of_columns(share, pass_, route.heads)
     return _joined(_of_heads(share, pass_, route, intra), _of_places(hop, route, intra))
-
-
-def of_mesh(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
-    """Return the same of a mesh: its row's ring moves one side, the other goes straight along the column.
-
-    Raises:
-        ValueError: as `of_ring`, or nodes that cut rings into unequal parts.
-    """
-    shape, sides = route.of(pass_), (of_columns(share, pass_, route.heads), of_rows(share, pass_))
-    moves, stays = sides[::-1] if pass_ == Pass.QUERY else sides
-    step = shape.places * (1 if shape.outer else shape.heads)  # ranks between neighbours of a column
-    if step % intra and intra % step:
-        raise ValueError(f"no formula for {route} on nodes of {intra} ranks: they cut rings unequally")
-    near = min(shape.rings, max(1, intra // step))
-    one = stays.data + stays.sums
-    column = {Link.INTRA: (near - 1) * one, Link.INTER: (shape.rings - near) * one}
-    ring = _of_places(moves, shape, intra)
-    return _joined(_of_heads(share, pass_, route, intra), ring, column)
 
 
 def _joined(*parts: Links) -> Links:
@@ -196,12 +141,12 @@ def _of_heads(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
 
 
 def _of_places(hop: Hop, route: Route, intra: int) -> Links:
-    """Return the bytes of a ring, or of a double ring, over the places of a route."""
+    """Return the bytes of a ring, or of a double ring, over the positions of a route."""
     if route.nodes > 1 and route.intra > 1:
         # The last hop takes the place of one of a sum.
         within = route.nodes * (route.intra - 1) * (hop.data + hop.sums) - hop.sums + hop.last
         return {Link.INTRA: within, Link.INTER: hop.between(route.nodes)}
-    crossing, around = _crossing(route, intra), hop.around(route.places)
+    crossing, around = _crossing(route, intra), hop.around(route.positions)
     return {Link.INTRA: (1 - crossing) * around, Link.INTER: crossing * around}
 
 
@@ -216,4 +161,4 @@ def _near(route: Route, intra: int) -> int:
 def _crossing(route: Route, intra: int) -> float:
     """Return the share of the hops of an undivided ring that go to another node."""
     apart = 1 if route.outer else route.heads
-    return 0.0 if route.places * apart <= intra else min(1.0, apart / intra)
+    return 0.0 if route.positions * apart <= intra else min(1.0, apart / intra)

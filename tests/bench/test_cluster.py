@@ -185,8 +185,6 @@ BARS = {
     ("heads across nodes, 4 x 8, heads 8:8", "gain, of predicted"): 0.8,
     ("heads across nodes, 4 x 8, heads 8:8", "double ring over heads across nodes"): 1.5,
     ("heads across nodes, 4 x 8, heads 8:2", "gain, of predicted"): 0.8,
-    ("mesh, 8 x 4", "gain, of predicted"): 0.8,
-    ("mesh, 16 x 2", "gain, of predicted"): 0.8,
     (ALL, "right choices of auto"): 0.9,
 }
 
@@ -217,13 +215,13 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
                     seconds = min(c.seconds for c in topology.costed(case, way, latency))
                 ratio = seconds / median(samples)
                 assert 1 / 1.15 <= ratio <= 1.15, (name, way)
-    assert count == 370
+    assert count == 366
 
 
 def test_the_committed_cells_are_those_of_the_subject():
     cases = ClusterCase.named("cpu")
     committed = read(RESULTS).cases
-    assert set(cases) == set(committed) and len(cases) == 33
+    assert set(cases) == set(committed) and len(cases) == 31
     for name, case in cases.items():
         assert {**committed[name], "compute": 0} == {**vars(case), "compute": 0}, name
         if not name.startswith("overlap"):  # there the model chose it, with the rates of its time

@@ -1,6 +1,5 @@
 """The virtual ring runs a real rank's program; here on the CPU, where its copies are done at once."""
 
-import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,18 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd import DeviceType
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from burst_bench.methods.virtual_rank import Copies, VirtualRank
 from burst_bench.subjects import virtual_ring
-from burst_bench.subjects.virtual_ring import VirtualCase
 from burst_mcore import Mask
 from burst_mcore.attention.autotune.cost import message_bytes
-from burst_mcore.attention.autotune.costing import resident_bytes
 from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.kernels.kernel import BackwardInputs
-from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Recv
+from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
 
@@ -51,13 +46,12 @@ def test_it_receives_what_its_program_says(size, direction):
 
 @pytest.mark.parametrize("latent", [None, (24, 4)])
 @pytest.mark.parametrize("direction", ["query", "kv"])
-@pytest.mark.parametrize("rings", [1, 2])
-def test_meshes_and_latents_receive_what_their_programs_say(rings, direction, latent):
+def test_keys_and_latents_receive_what_their_programs_say(direction, latent):
     shape = Shard(
         batch=1, tokens=32, heads=4, kv_heads=4, head_dim=16, value_dim=12, dtype=torch.float32,
         latent=latent, latent_travels=latent is not None,
     )  # fmt: skip
-    rank = VirtualRank(shape, 4, mask=Mask.causal(), direction=direction, device="cpu", rings=rings)
+    rank = VirtualRank(shape, 4, mask=Mask.causal(), direction=direction, device="cpu")
     done = rank.forward()
     came = rank.transport.bytes
     gradients = rank.backward(done)
@@ -69,47 +63,6 @@ def test_meshes_and_latents_receive_what_their_programs_say(rings, direction, la
     assert all(x.isfinite().all() for x in gradients)
     rank.bare_forward()
     rank.bare_backward(rank.queries(done), done.out)
-
-
-class _Live(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.peak = {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for x in tree_leaves(made):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
-        self.peak = max(self.peak, sum(self.sizes.values()))
-        return made
-
-
-@pytest.mark.parametrize("direction", ["query", "kv"])
-@pytest.mark.parametrize("rings", [2, 4])
-def test_a_mesh_needs_no_more_memory_than_the_model_counts(rings, direction):
-    """The peaks of a rank, less those of a rank of a ring: in forward and in backward."""
-    peaks = []
-    for count in (1, rings):
-        rank = _rank(8, direction, mask=Mask.full(), rings=count, works=False)
-        of_passes = _Live(), _Live()
-        with of_passes[0]:
-            done = rank.forward()
-        with of_passes[1]:
-            rank.backward(done)
-        peaks.append([live.peak for live in of_passes])
-    for pass_, alone, besides in zip((Pass.FORWARD, Pass(direction)), *peaks, strict=True):
-        shape = rank.call.route.of(pass_)
-        counted = resident_bytes(message_bytes(SHARD, rank.call.route, pass_), shape.rings)
-        assert besides - alone < 1.4 * counted
-
-
-def test_rings_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(ValueError, match="rings must divide size, got 3 and 8"):
-        VirtualCase(size=8, rings=3)
 
 
 def _told(rank):

@@ -85,23 +85,6 @@ RING = Topology(rank=1, size=4)
             },
             r"6 K/V heads and 4 do not divide one another; legal: \[1, 2\]",
         ),
-        (
-            {"topology": RING, "config": BurstConfig(mesh=(2, 4))},
-            r"mesh=2x4 with head_parallel=1 is not legal: rows x columns x head_parallel must be the 4 ranks"
-            r"; legal: 1x4, 2x2, 4x1$",
-        ),
-        (
-            {"topology": RING, "config": BurstConfig(mesh=(3, 1), head_parallel="auto")},
-            r"mesh=3x1 with head_parallel=auto is not legal: .*; legal: sides and degrees that divide 4$",
-        ),
-        (
-            {
-                "topology": RING,
-                "q": (1, 8, 6, 16),
-                "config": BurstConfig(mesh=(1, 1), head_parallel="auto"),
-            },
-            r"mesh=1x1, and so head_parallel=4, is not legal with 6 heads.*legal: \[1, 2\]",
-        ),
         ({"config": BurstConfig(head_parallel=2)}, r"does not divide the 1 ranks; legal: \[1\]"),
         ({"mask": "causal"}, r"got 'causal': Mask.causal\(\)"),
         ({"mask": torch.ones(8, 8)}, r"got a tensor \[8, 8\]: Mask.causal"),
@@ -158,7 +141,9 @@ def test_arguments_of_other_packages_are_answered_with_ours(names, words):
         ({"causal": True}, r"causal: write burst_attention\(..., mask=Mask.causal\(\)\)$"),
         ({"softmax_scale": 1.0}, r"softmax_scale: write burst_attention\(..., softmax_scale=...\)$"),
         ({"head_paralel": 2}, r"head_paralel: did you mean head_parallel\?$"),
-        ({"colour": 1}, "colour: legal are layout, backward, ring, .*sm_margin$"),
+        ({"sm_margin": 4}, "sm_margin: it is removed; write max_ctas=..., the multiprocessors .* may take$"),
+        ({"mesh": "2x2"}, "mesh: it is removed; write ring='direct' or head_parallel='auto', which also .*"),
+        ({"colour": 1}, "colour: legal are layout, backward, ring, .*max_ctas$"),
     ],
 )
 def test_settings_that_are_none_are_answered_with_ours(names, words):
@@ -354,12 +339,6 @@ def test_topology_has_no_default():
         ({"grad_dtype": torch.float16}, "grad_dtype.*float16"),
         ({"ring": "star"}, "star.*double.*flat"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
-        ({"mesh": (2, 2), "ring": "direct"}, "a mesh has rings: ring='direct'.*mesh='2x2'; use ring='auto'"),
-        (
-            {"mesh": "auto"},
-            r"^mesh must be 'none', or rows x columns such as '2x4' or \(2, 4\), got 'auto': "
-            r"burst-mcore explain --mesh auto finds a mesh and prints its rows x columns$",
-        ),
         ({"head_parallel": 0}, "head_parallel.*>= 1.*got 0"),
         ({"head_parallel": "many"}, "'auto', got 'many'"),
         ({"head_parallel": True}, "head_parallel.*got True"),

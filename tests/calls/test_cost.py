@@ -142,25 +142,6 @@ def test_legal_degrees():
     assert "does not divide the 4 ranks" in why_not_degree(3, Ranks(4, 4), 12, 6)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-@pytest.mark.parametrize("size", [4, 12, 16, 64])
-def test_causal_work_is_even_on_every_mesh(layout, size):
-    """Of two zigzag pairs of chunks half is seen, whichever positions they are of."""
-    n = 64 * size
-    pairs = pairs_between(Layout(layout), Mask.causal(), n, size)
-    for rings in (a for a in range(1, size + 1) if size % a == 0):
-        places = size // rings
-        of_position = pairs.view(rings, places, rings, places).sum((0, 3))
-        assert float(of_position.max() / of_position.mean()) < 1.02, rings
-
-
-def test_a_mesh_of_1_x_n_is_a_ring():
-    ranks, rates = Ranks(16, 2), Rates(intra=1e9, inter=1e6, compute=1e12)
-    config = BurstConfig(mesh=(1, 16), ring="direct")
-    question = Question(_shard(8, 8), Layout("zigzag"), Mask.full(), 1024, ranks, rates)
-    assert decide(config, question).route.direct
-
-
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
 
 
@@ -191,8 +172,7 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
     pairs, passes = pairs_between(layout, mask, n, route.size), []
     for pass_ in Pass:
         if not route.direct or bool(plan.reading(of_queries=pass_ == "query").meets.all()):
-            both = not route.direct and route.rings == 1
-            for way in (route, replace(route, mirrored=True)) if both else (route,):
+            for way in (route,) if route.direct else (route, replace(route, mirrored=True)):
                 stays = pairs.T if pass_ == "query" else pairs
                 sizes = message_bytes(shard, way, pass_)
                 passes.append(RoutedPass(way, pass_, sizes, work_of(shard, stays, way, pass_, rates)))
@@ -214,7 +194,6 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
         st.sampled_from([1, 1, 2, 3, 4]),
         st.booleans(),
         outer=st.booleans(),
-        rings=st.sampled_from([1, 1, 2, 3, 5]),
     ).filter(lambda route: route.size <= 32),
     direct=st.booleans(),
     chunks=st.integers(1, 6),
@@ -222,7 +201,7 @@ def _played_both_ways(layout, mask, n, route, node, rates, kv_heads=4):
 )
 def test_played_at_once_is_every_rank_played(draw, route, direct, chunks, regular):
     """Random routes, masks, layouts, placements and rates: the time is that of the slowest rank."""
-    route = replace(route, direct=True, nodes=1, rings=1) if direct else route
+    route = replace(route, direct=True, nodes=1) if direct else route
     n = 2 * chunks * route.size + draw.choice([0, 0, 1])
     layout, mask = random_layout(draw, route.size, n), regular or random_mask(draw, n)
     fits = [
@@ -495,8 +474,7 @@ def test_ties_go_to_the_plainest_way_then_to_fewer_bytes():
     within = replace(ring, route=Route(4, 1, 8), family=Family.HEADS_WITHIN)
     direct = replace(ring, ring="direct", route=Route(1, 32, direct=True), family=Family.DIRECT)
     across = replace(ring, route=Route(1, 8, 4, outer=True), family=Family.HEADS_ACROSS)
-    mesh = replace(ring, route=Route(1, 8, rings=4), family=Family.MESH)
-    order = [ring, flat, within, direct, across, mesh]
+    order = [ring, flat, within, direct, across]
     for i, one in enumerate(order):
         assert one.route.size == 32 and Family.of(one.route, 8) == one.family
         rest = [replace(c, forward_seconds=1.0, inter_bytes=9 - j) for j, c in enumerate(order[i + 1 :])]
@@ -505,7 +483,7 @@ def test_ties_go_to_the_plainest_way_then_to_fewer_bytes():
     assert best([ring, fewer]) is fewer and best([replace(fewer, inter_bytes=100), ring]) is ring
     assert best([replace(ring, direction="kv"), ring]) is ring  # queries, the paper's choice
     assert best([mirrored, ring]) is ring and best([ring, replace(mirrored, intra_bytes=99)]).route.mirrored
-    faster = replace(mesh, forward_seconds=0.9, backward_seconds=1.0)
+    faster = replace(across, forward_seconds=0.9, backward_seconds=1.0)
     assert best([ring, faster]) is faster  # by over 5 %
 
 

@@ -15,6 +15,7 @@ from burst_mcore.attention import backward as backward_module
 from burst_mcore.attention import call as call_module
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Keys
+from burst_mcore.attention.kernels import kernel as kernel_module
 from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.shard import Shard
 from burst_mcore.machines import CONSTANTS
@@ -38,7 +39,8 @@ def passes(monkeypatch):
     """
     monkeypatch.setattr(merge, "combine", lambda *args: None)
     monkeypatch.setattr(merge, "add_up", lambda *args: None)
-    monkeypatch.setattr(backward_module, "output_stand_in", lambda dout, delta, into=None: dout)
+    for module in (backward_module, kernel_module):
+        monkeypatch.setattr(module, "output_stand_in", lambda dout, delta, into=None: dout)
     monkeypatch.setattr(Copies, "post", lambda *args: [Arrived()])
     shape = {"batch": 1, "tokens": 64, "heads": 4, "kv_heads": 4, "head_dim": 64, "value_dim": 64}
     shard, runs = Shard(**shape, dtype=torch.bfloat16), {}

@@ -179,7 +179,7 @@ def _compiled(rank, size, config):
 
 @pytest.mark.parametrize(
     ("size", "way"),
-    [(1, {}), (2, {}), (2, {"head_parallel": 2}), pytest.param(4, {"mesh": (2, 2)}, marks=pytest.mark.slow)],
+    [(1, {}), (2, {}), (2, {"head_parallel": 2})],
     ids=str,
 )
 def test_a_layer_compiles_into_one_graph(size, way):

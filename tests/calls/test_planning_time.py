@@ -26,8 +26,6 @@ from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, Tensors, validate
-from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.rollouts import tree_mask, trees
 
 RANKS, TOKENS = 64, 2**20
@@ -176,21 +174,6 @@ def test_what_is_done_grows_with_the_ranks_not_with_their_square(planned):
     planning.PLANNED[planned](8)
     small, large = (_calls(lambda size=size: planning.PLANNED[planned](size)) for size in (32, 256))
     assert large <= 1.5 * 8 * small, f"{small} calls for 32 ranks, {large} for 256"
-
-
-def _mesh(size):
-    """Plan the passes of a rank of a mesh, half as many rings as places."""
-    rings = 2 ** (size.bit_length() // 2 - 1)
-    route = Route(1, size // rings, rings=rings)
-    plan = plan_of(Layout("zigzag"), planning.packed(4096 * size, seed=0), 4096 * size, route.placement)
-    for pass_ in Pass:
-        program(3, route, pass_, plan)
-
-
-def test_what_is_done_for_a_mesh_grows_no_faster_than_the_ranks():
-    _mesh(8)
-    small, large = (_calls(lambda size=size: _mesh(size)) for size in (32, 256))
-    assert large <= 8 * small, f"{small} calls for 32 ranks, {large} for 256"
 
 
 def test_the_committed_planning_results_reach_their_bars():

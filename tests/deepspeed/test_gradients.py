@@ -107,7 +107,6 @@ TWO = (2, True, 2, "zigzag", (4, 2))
 OF_ATTENTION = {
     "ring alone": (ONE, {"section": {"head_parallel": 1}}),
     "Ulysses": (ONE, {"section": {"head_parallel": 2, "backward": "kv"}}),
-    "mesh": (ONE, {"section": {"head_parallel": 1, "mesh": "2x1"}}),
     "shorter than the ring": (ONE, {"tokens": 5}),
 }
 OPTIONS = {

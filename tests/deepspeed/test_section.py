@@ -44,6 +44,7 @@ def test_checkpointing_makes_a_recompute_policy(given, policy):
     ("given", "words"),
     [
         ({"layuot": "zigzag"}, 'unknown key "burst_attention.layuot": did you mean "layout"?'),
+        ({"mesh": "2x2"}, 'unknown key "burst_attention.mesh": it is removed; write ring='),
         ({"checkpointing": {"polcy": "full"}}, 'did you mean "policy"? Legal: policy, keep'),
         (
             {"checkpointing": {"policy": "segments"}},

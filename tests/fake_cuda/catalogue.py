@@ -34,9 +34,6 @@ CASES = {
     "double ring, keys": (cases.attention, 4, {**DOUBLE, "backward": "kv"}),
     "heads": (cases.attention, 4, {"steps": 1, "head_parallel": 4, "backward": "kv"}),
     "heads and ring": (cases.attention, 4, {"steps": 1, "head_parallel": 2}),
-    "mesh": (cases.attention, 4, {"mesh": "2x2"}),
-    "mesh, keys": (cases.attention, 4, {"steps": 1, "mesh": "2x2", "backward": "kv", "kernel": "aten-flash"}),
-    "mesh of three": (cases.attention, 3, {"steps": 1, "mesh": "3x1"}),
     "latent": (cases.attention, 2, {"latent": "on"}),
     "part of the world": (cases.attention, 2, {"world": 3, "bound": True}),
     "recompute": (cases.recompute, 2, {"policy": Full, "again": True}),
@@ -73,9 +70,6 @@ ROUTES = (
     (4, {"head_parallel": 2}),
     (4, {"head_parallel": 2, "intra": 2, "head_placement": "outer"}),
     (4, {"head_parallel": 4}),
-    (4, {"mesh": "2x2"}),
-    (4, {"mesh": "2x2", "intra": 2}),
-    (4, {"mesh": "2x1", "head_parallel": 2}),
 )
 KERNELS = "triton", "aten-flash", "cudnn", "flash2", "flash3", "flash4", "te"
 GRID = [
@@ -94,7 +88,6 @@ PASSES: dict[str, dict[str, Any]] = {
     "double ring": {**DOUBLE, "backward": "query", "kv_heads": 4},
     "direct": {"ring": "direct", "backward": "kv"},
     "heads": {"head_parallel": 4},
-    "mesh": {"mesh": "2x2"},
 }
 """By route of 4 ranks with 4 heads: options of `cases.attention`."""
 

@@ -479,7 +479,7 @@ def _raised():
     x, y = torch.zeros(1, 4, 2, 8), torch.zeros(2, 4, 2, 8)
     yield lambda: BurstConfig(ring="rign")
     yield lambda: BurstConfig(rign="flat")
-    yield lambda: BurstConfig(mesh="auto")
+    yield lambda: BurstConfig(mesh="2x2")
     yield lambda: Pass("sideways")
     yield lambda: Layout.of("zigzag:2")
     yield lambda: mask_of("casual", 8)

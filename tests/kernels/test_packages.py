@@ -13,11 +13,11 @@ import pytest
 import torch
 from dense import dense, error, pattern_of, problem
 
-from burst_mcore import BurstConfig, Mask, packages
+from burst_mcore import Mask, packages
 from burst_mcore.attention.geometry.launches import Launches
 from burst_mcore.attention.geometry.pattern import Packed, Pattern
 from burst_mcore.attention.geometry.piece import Piece
-from burst_mcore.attention.kernels import flash, shapes
+from burst_mcore.attention.kernels import shapes
 from burst_mcore.attention.kernels import te as te_module
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
@@ -559,21 +559,6 @@ def test_a_softcap_arrives(stand_in):
     x = BackwardInputs(p.dout, *p[:3], out, lse, row_delta(p.dout, out))
     for g, w in zip((out, *stand_in.kernel.backward(x, pattern, scores)), (want.out, *want[2:]), strict=True):
         assert error(g, w) < 1e-12
-
-
-def test_flash3_leaves_multiprocessors_to_messages_where_it_deals_a_tile_out_beforehand(monkeypatch):
-    margins = []
-
-    def forward(q, k, v, softmax_scale, causal, window_size_left, window_size_right, softcap, sm_margin):
-        margins.append(sm_margin)
-        pattern = _pattern(q, k, causal, window_size_left, window_size_right, -1)
-        return _forward(q, k, v, softmax_scale, softcap, pattern)
-
-    monkeypatch.setattr(flash, "_flash3", lambda: SimpleNamespace(_flash_attn_forward=forward))
-    p, scores = problem(0, 8), Scores(0.25, sm_margin=BurstConfig().sm_margin)
-    for pattern in (Pattern((8, 8)), Pattern((8, 8), high=0), Pattern((8, 8), low=-2, high=0)):
-        KERNELS["flash3"].forward(p.q, p.k, p.v, pattern, scores)
-    assert margins == [BurstConfig().max_ctas, 0, 0]
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -12,6 +12,7 @@ from burst_bench.methods import virtual_rank
 from burst_bench.methods.virtual_rank import VirtualRank
 from burst_mcore import Mask
 from burst_mcore.attention import backward as backward_module
+from burst_mcore.attention.kernels import kernel as kernel_module
 from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.shard import Shard
 
@@ -77,7 +78,8 @@ def moved(monkeypatch):
             return post(*args)
 
     monkeypatch.setattr(virtual_rank.Copies, "post", arrive)
-    for module, name in ((backward_module, "output_stand_in"), (virtual_rank, "row_delta")):
+    of_backward = [(module, "output_stand_in") for module in (backward_module, kernel_module)]
+    for module, name in (*of_backward, (virtual_rank, "row_delta")):
         _as_one(moved, monkeypatch, module, name, lambda args, result: [*args[:2], result])
     return moved
 

@@ -316,6 +316,12 @@ def _arguments(*words, **others):
     return Namespace(**{**defaults, **vars(given), **others})
 
 
+def test_the_flag_of_a_removed_setting_says_what_to_write(capsys):
+    with pytest.raises(SystemExit):
+        _arguments("--burst-mesh", "2x2")
+    assert "--burst-mesh: it is removed; write ring='direct'" in capsys.readouterr().err
+
+
 MLA = {"multi_latent_attention": True}
 PACKED = {"dataloader_inter_document_masking": True}
 BURST = ("--context-parallel-attention-backend", "burst")

@@ -41,7 +41,6 @@ WAYS = {
         "hierarchy": (2, 2),
         "burst": (("head_parallel", 2), ("head_placement", "outer")),
     },
-    "mesh": {"burst": (("mesh", "2x2"),)},
     "Ulysses": {"burst": (("head_parallel", 4),)},
     "auto, no overlap": {"burst": (("head_parallel", "auto"), ("overlap", False))},
 }
@@ -49,7 +48,7 @@ LESS = {"double ring of 1 x 4", "flat ring on hierarchical groups", "heads acros
 """Ways that differ little from others."""
 
 
-@pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, a mesh, with shared heads, by auto")
+@pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, with shared heads, by auto")
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[SLOW] * (way in LESS)) for way in WAYS])
 def test_gpt_on_other_routes(way):
     assert_equal(step(Case(cp=4, **WAYS[way])), default())
@@ -82,9 +81,7 @@ def test_mla():
     assert_equal(step(Case(cp=2, fields=MLA)), step(Case(cp=1, fields=MLA)))
 
 
-@pytest.mark.proves(
-    "MLA", "the latent travels: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads; meshes"
-)
+@pytest.mark.proves("MLA", "the latent travels: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads")
 @pytest.mark.parametrize(
     ("tp", "cp", "backward", "others"),
     [
@@ -93,9 +90,6 @@ def test_mla():
         (1, 2, "kv", {"recompute": "selective"}),
         (1, 4, "kv", {"recompute": "full", "policy": Segment(0.5), "layout": "striped"}),
         pytest.param(1, 4, "query", {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)}, marks=SLOW),
-        pytest.param(1, 4, "query", {"burst": (("mesh", "2x2"),)}, marks=SLOW),
-        (1, 4, "kv", {"burst": (("mesh", "2x2"),), "recompute": "full", "policy": Segment(0.5)}),
-        pytest.param(1, 4, "query", {"burst": (("mesh", "4x1"),), "hierarchy": (2, 2)}, marks=SLOW),
         pytest.param(2, 2, "kv", {}, marks=SLOW),
         (2, 2, "query", {"sequence_parallel": True}),
     ],

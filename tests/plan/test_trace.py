@@ -121,8 +121,6 @@ def test_draw_writes_grid_picture_and_trace(tmp_path):
         (["--seq", "many"], "128K or 1M, got 'many'"),
         (["--direction", "sideways"], "forward, kv, query"),
         (["--head-parallel", "3"], "legal: [1, 2, 4, 8]"),
-        (["--mesh", "2x2"], "must be the 8 ranks; legal: 1x8, 2x4, 4x2, 8x1"),
-        (["--mesh", "2x2", "--ring", "direct"], "use ring='auto'"),
         (["--ring", "star"], "'double', 'flat'"),
         (["--gpu", "memory=80GB,tflops=312,gb=2039,link=0"], "each once, got 'link=0'"),
         (["--dtype", "int8"], "dtype must be one of"),

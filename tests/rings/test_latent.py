@@ -277,12 +277,11 @@ def _recomputed(rank, size):
     """Results, outputs of the recomputation, and the pairs that it meets: those of the front alone."""
     topology, n = Topology.from_group(dist.group.WORLD, intra_size=2), 96
     mask, attended = Mask.causal(), count_pairs()
-    ways = (1, "none"), (2, "none"), (1, "2x2")
-    for travels, (degree, mesh), keep, reentrant in itertools.product(
-        ("on", "off"), ways, (0.0, 0.5, 1.0), (True, False)
+    for travels, degree, keep, reentrant in itertools.product(
+        ("on", "off"), (1, 2), (0.0, 0.5, 1.0), (True, False)
     ):
         c, outs = case(3, n, heads=4), []
-        config = BurstConfig(layout="striped", head_parallel=degree, mesh=mesh)
+        config = BurstConfig(layout="striped", head_parallel=degree)
 
         def around(attend, *leaves, keep=keep, reentrant=reentrant, outs=outs):
             def layer(*args):

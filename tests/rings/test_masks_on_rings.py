@@ -64,14 +64,12 @@ def _case(draw, ranks, dtype):
     heads = kv_heads * group
     n = draw.choice((draw.randint(1, 40), draw.randint(100, 300), 48 * draw.randint(2, 6)))
     degree = draw.choice((1, 1, "auto", *legal_degrees(ranks, heads, kv_heads)))
-    ring = draw.choice(("auto", "double", "flat", "direct"))
     config = BurstConfig(
         layout=random_layout(draw, ranks.size, n),
         backward=draw.choice(("auto", "query", "kv")),
-        ring=ring,
+        ring=draw.choice(("auto", "double", "flat", "direct")),
         overlap=draw.random() < 0.75,
         head_parallel=degree,
-        mesh="none" if ring == "direct" else _mesh(draw, ranks.size, degree),
         head_placement=draw.choice(("auto", "inner", "outer")),
     )
     p = problem(
@@ -84,14 +82,6 @@ def _case(draw, ranks, dtype):
         dtype=dtype,
     )
     return p, random_mask(draw, n), config
-
-
-def _mesh(draw, size, degree):
-    if degree == "auto" or draw.random() < 0.3:
-        return "none"
-    positions = size // degree
-    rows = draw.choice([a for a in range(1, positions + 1) if positions % a == 0])
-    return f"{rows}x{positions // rows}"
 
 
 SELDOM = {
@@ -308,7 +298,7 @@ def test_queries_that_see_nothing_get_zeros_and_no_nan():
 
 
 def _dilated_over_many_runs(rank, size):
-    """Tiles gather the rows of a residue over gaps that no rank reads, with shared heads and meshes too."""
+    """Tiles gather the rows of a residue over gaps that no rank reads, with shared heads too."""
     topology, n = Topology.from_group(dist.group.WORLD, intra_size=2), 240
     p = problem(3, n, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64)
     masks = (
@@ -316,7 +306,7 @@ def _dilated_over_many_runs(rank, size):
         Mask.dilated(9, 4) & Mask.documents([0, 31, 100, 101, n]),
         Mask.dilated(n, 3) & Mask.ranges([(0, 60), (90, n)], [(20, 50), (60, 200)], ["causal", "full"]),
     )
-    ways = {"ring": "double"}, {"ring": "direct"}, {"head_parallel": 2}, {"mesh": "2x2"}
+    ways = {"ring": "double"}, {"ring": "direct"}, {"head_parallel": 2}
     for case, (mask, way) in enumerate(itertools.product(masks, ways)):
         layout = ("block-striped:12", "stacked-zigzag:10")[case % 2]
         config = BurstConfig(layout=layout, backward=("query", "kv")[case // 2 % 2], **way)

@@ -43,17 +43,7 @@ def _cases(nodes, intra, heads, kv_heads):
     ranks = Ranks(nodes * intra, intra)
     draw = random.Random(f"{nodes} {intra} {heads} {kv_heads}")
     for degree in legal_degrees(ranks, heads, kv_heads):
-        positions = ranks.size // degree
-        rows = draw.choice([a for a in range(1, positions + 1) if positions % a == 0])
-        for direction, placed in (("query", "outer"), ("kv", "inner")):
-            if rows > 1:
-                mesh = BurstConfig(
-                    backward=direction,
-                    head_parallel=degree,
-                    head_placement=placed,
-                    mesh=(rows, positions // rows),
-                )
-                yield mesh, MASKS["causal"]
+        for direction in ("query", "kv"):
             yield (
                 BurstConfig(
                     backward=direction,

@@ -283,9 +283,6 @@ def _routes(size, intra):
                 yield Route(1, positions, heads, overlap, direct=True)
             if 1 < heads < size:
                 yield route_for(heads, Ranks(size, intra), ring="double", overlap=overlap, outer=True)
-            for rings in (r for r in range(2, positions + 1) if positions % r == 0):
-                ranks = Ranks(size, intra)
-                yield route_for(heads, ranks, ring="double", overlap=overlap, rings=rings)
             if size > intra and intra % heads == 0:
                 yield Route(size // intra, intra // heads, heads, overlap)
                 yield Route(size // intra, intra // heads, heads, overlap, mirrored=True)

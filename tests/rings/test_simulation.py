@@ -1,7 +1,6 @@
 """Every rank's schedule, executed by the real passes in one process over mailboxes, in float64."""
 
 import gc
-import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -104,17 +103,14 @@ ROUTES = [
     *(Route(m, intra) for m, intra in [(2, 2), (2, 3), (3, 2), (4, 1), (2, 1)]),
     *(Route(1, 4 // h, h) for h in (2, 4)),
     *(Route(1, 2, 2, outer=True), Route(1, 3, 2, outer=True), Route(2, 2, 2, outer=True)),
-    *(Route(1, places, rings=rings) for rings, places in [(2, 1), (2, 2), (3, 2), (2, 3)]),
-    *(Route(2, 2, rings=2), Route(2, 1, 2, rings=2), Route(1, 2, 2, rings=2)),
-    Route(2, 2, overlap=False, rings=2),
     *(Route(2, 2, 2), Route(2, 1, 4), Route(3, 1, 2), Route(1, 3, 2)),
     *(Route(2, 3, overlap=False), Route(2, 2, 2, overlap=False), Route(1, 1, 4, overlap=False)),
 ]
 LARGER = [
     *(Route(1, size) for size in (6, 7, 8)),
-    *(Route(4, 2), Route(1, 2, 4, rings=2, outer=True)),
+    Route(4, 2),
     *(Route(2, 4), Route(3, 3), Route(3, 2, 2), Route(1, 4, 2, outer=True), Route(1, 3, 4, outer=True)),
-    *(Route(1, 2, rings=4), Route(1, 2, 2, rings=3), Route(2, 2, 4, overlap=False, outer=True)),
+    Route(2, 2, 4, overlap=False, outer=True),
 ]
 """Of the kinds of ROUTES, with more ranks."""
 
@@ -146,7 +142,7 @@ def _whole(size, n, kind):
 
 
 @pytest.mark.usefixtures("few_objects")
-@pytest.mark.parametrize("route", [Route(1, 1, 2), Route(1, 1, rings=2)], ids=str)
+@pytest.mark.parametrize("route", [Route(1, 2), Route(1, 1, 2)], ids=str)
 @pytest.mark.parametrize("direction", ["query", "kv"])
 def test_passes_leave_no_tensors_to_the_garbage_collector(route, direction):
     p = problem(0, 16, heads=4, kv_heads=2, head_dim=8)
@@ -173,7 +169,7 @@ def test_a_kernel_that_forms_d_where_heads_are_shared_and_bundles_travel_in_part
         assert error(g, w) <= 1e-12
 
 
-@pytest.mark.parametrize("route", [Route(1, 4), Route(2, 2), Route(1, 2, rings=2)], ids=str)
+@pytest.mark.parametrize("route", [Route(1, 4), Route(2, 2)], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_large_tiles_by_halves_of_their_heads_give_the_same_bits(route, kv_heads, monkeypatch):
     """All tiles but those of the own queries, and only where no K/V head is in both halves."""
@@ -185,7 +181,7 @@ def test_large_tiles_by_halves_of_their_heads_give_the_same_bits(route, kv_heads
 
     monkeypatch.setitem(KERNELS, "aten-cpu", replace(kernel, backward=noted))
     whole, *_ = simulate(p, Mask.causal(), "zigzag", route, "query", "aten-cpu")
-    tiles, own = len(heads), route.size * route.rings
+    tiles, own = len(heads), route.size
     assert tiles > own and set(heads) == {4}
     heads.clear()
     monkeypatch.setattr(merge.GradientSum, "waiting_bytes", 0)
@@ -207,33 +203,12 @@ def test_every_ring_and_double_ring_up_to_32_ranks_equals_dense_attention(direct
             assert max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True)) <= 1e-12, route
 
 
-def _meshes(most):
-    """Every rings x nodes x intra x heads of at most so many ranks, with two rings or more."""
-    for rings, nodes in itertools.product(range(2, most + 1), range(1, most + 1)):
-        for intra in range(1, most // (rings * nodes) + 1):
-            for heads in (h for h in (1, 2, 4) if rings * nodes * intra * h <= most):
-                for outer in (False, True) if heads > 1 else (False,):
-                    yield Route(nodes, intra, heads, rings=rings, outer=outer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", ["query", "kv"])
-@pytest.mark.parametrize("part", range(4))
-def test_every_mesh_up_to_32_ranks_equals_dense_attention(direction, part):
-    for route in list(_meshes(32))[part::4]:
-        n = 2 * Layout("zigzag").divisor(route.size)
-        p = problem(route.size, n, heads=4, kv_heads=2, head_dim=8)
-        got, _, _ = simulate(p, Mask.causal(), "zigzag", route, direction)
-        assert max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True)) <= 1e-11, route
-
-
 ANYTHING = given(
     draw=randoms,
     nodes=st.integers(1, 3),
     intra=st.integers(1, 4),
     degree=st.integers(1, 6),
     outer=st.booleans(),
-    rings=st.sampled_from([1, 2, 3]),
     ring=st.sampled_from(["double", "flat", "direct"]),
     mirrored=st.booleans(),
     overlap=st.booleans(),
@@ -258,7 +233,6 @@ def _equals_dense_attention(
     intra,
     degree,
     outer,
-    rings,
     ring,
     mirrored,
     overlap,
@@ -274,8 +248,6 @@ def _equals_dense_attention(
     assume(degree in legal_degrees(ranks, heads, kv_heads))
     route = route_for(degree, ranks, ring=ring, overlap=overlap, outer=outer)
     route = replace(route, mirrored=mirrored and not route.direct)
-    if not route.direct and route.places % rings == 0 and route.nodes == 1:
-        route = replace(route, rings=rings, intra=route.intra // rings)
     head_dim, value_dim = dims if kernel == "reference" else (8, 8)
     layout, mask = random_layout(draw, ranks.size, n), random_mask(draw, n)
     p = problem(n, n, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)

@@ -20,13 +20,10 @@ class Family(IntEnum):
     HEADS_WITHIN = 1
     DIRECT = 2
     HEADS_ACROSS = 3
-    MESH = 4
 
     @classmethod
     def of(cls, route: Route, intra: int) -> Family:
         """Return the last word that a route needs; intra: ranks of a node."""
-        if route.rings > 1:
-            return cls.MESH
         if route.heads > 1 and route.size > intra and (route.outer or intra % route.heads):
             return cls.HEADS_ACROSS
         if route.direct:
@@ -35,7 +32,7 @@ class Family(IntEnum):
 
     @property
     def phrase(self) -> str:
-        return ("a ring", "heads within a node", "a direct exchange", "heads across nodes", "a mesh")[self]
+        return ("a ring", "heads within a node", "a direct exchange", "heads across nodes")[self]
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,6 @@ class Candidate:
     inter_bytes: int
     """Sent in forward and backward by a rank, on average."""
     family: Family
-    resident_bytes: int = 0
-    """Memory that a rank of a mesh needs for rows of others that stay with it, for their results, and for the
-    shares of its own that come at the same time."""
 
     @property
     def seconds(self) -> float:
@@ -64,15 +58,14 @@ class Candidate:
 
     def __str__(self) -> str:
         ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
-        ring = f"mesh of {self.route.rings} x {self.route.places}" if self.route.rings > 1 else ring
         return f"{ring}, head_parallel={self.route.heads}{' outer' * self.route.outer}, {self.direction}"
 
 
 def best(costed: Sequence[Candidate]) -> Candidate:
     """Return the plainest of the candidates that are as fast as the fastest (`AS_FAST`).
 
-    A ring is plainer than heads that a node shares. Then come a direct exchange, heads that cross nodes, and
-    a mesh (`Family`). A double ring comes before a flat one. Of ways as plain the one with the fewest bytes
+    A ring is plainer than heads that a node shares. Then come a direct exchange and heads that cross nodes
+    (`Family`). A double ring comes before a flat one. Of ways as plain the one with the fewest bytes
     between nodes wins, then within. So backward sends the side with fewer bytes; if both have as many,
     queries, the paper's choice. A causal ring is mirrored: more rows stay at home, and peak memory is less.
     """
@@ -86,7 +79,7 @@ def _order(c: Candidate) -> tuple[float, ...]:
     sent = c.inter_bytes, c.intra_bytes
     # On a ring of one "kv" can start before all of dO has arrived.
     second = (c.direction == Pass.QUERY) == (route.positions == 1)
-    return (*plainness, *sent, route.rings, route.heads, route.outer, second, route.mirrored)
+    return (*plainness, *sent, route.heads, route.outer, second, route.mirrored)
 
 
 def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:

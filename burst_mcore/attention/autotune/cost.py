@@ -49,13 +49,7 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
     summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
     own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
     total = gradient // shard.grad_itemsize * own
-    resident, share = ring.bundle_bytes(of_queries=not of_queries)
-    if pass_ == Pass.FORWARD:
-        resident, share = ring.q_bytes, ring.share_bytes
-    along_column = {Kind.RESIDENT: resident, Kind.SHARE: share}
-    whole = {
-        Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_], **along_column
-    }  # fmt: skip
+    whole = {Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_]}
     return Sizes(whole, shard.tokens * h)
 
 
@@ -141,10 +135,10 @@ class CallTime:
         return kernel + part * self.per_row
 
 
-def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *, rings: int = 1) -> CallTime:
+def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS) -> CallTime:
     """Return the time of kernel calls in a pass over `shard`'s heads.
 
-    rings: of a mesh: rows of so many positions stay at each rank.
+    A latent that travels is expanded for each bundle. Where latents stay, home's was expanded before.
     """
     forward = Pass(pass_) == Pass.FORWARD
     compute = rates.compute if forward else rates.backward or rates.compute
@@ -156,18 +150,9 @@ def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS, *,
     wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
     idle = wave / 2 / (shard.batch * shard.heads)
     per_row = (rates.fill + idle) * per_pair + _bytes_around(shard, Pass(pass_), passes) / rates.memory
-    if shard.latent_travels:
-        per_row += expansions(pass_, rings) * expansion_seconds(shard, pass_, rates)
+    if shard.latent_travels and Pass(pass_) != Pass.QUERY:
+        per_row += expansion_seconds(shard, pass_, rates)
     return CallTime(per_pair, per_row)
-
-
-def expansions(pass_: Pass, rings: int) -> float:
-    """Return how often a latent is expanded for each bundle that meets one of the rows that stay, on average.
-
-    A latent that travels is expanded once for all rows that stay. Where latents stay, those of others are
-    expanded for every bundle. Home's was expanded before.
-    """
-    return (rings - 1) / rings if Pass(pass_) == Pass.QUERY else 1 / rings
 
 
 def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from burst_mcore.attention.autotune.choose import Candidate, Family
 from burst_mcore.attention.autotune.cost import (
-    Sizes,
     call_time,
     exchange_seconds,
     home_expansion_seconds,
@@ -43,7 +42,7 @@ class Costs:
         self.plan = Plan(question.layout, question.mask, question.n, placement)
         self.pairs = pairs_of(question.layout, question.mask, question.n, question.ranks.size)
         self.pairs_of_keys = self.pairs.T.contiguous()
-        self.works: dict[tuple[Pass, int], KernelWork] = {}
+        self.works: dict[Pass, KernelWork] = {}
         self.played: dict[tuple[Route, Pass], PlayedPass] = {}
         """Results by route and pass."""
 
@@ -67,16 +66,8 @@ class Costs:
         forward, backward = self.played[route, Pass.FORWARD], self.played[route, direction]
         seconds = self.seconds(route, Pass.FORWARD), self.seconds(route, direction)
         intra, inter = (round(forward.sent[link] + backward.sent[link]) for link in (Link.INTRA, Link.INTER))
-        resident = self.resident_bytes(route, direction) if route.rings > 1 else 0
         kernel, family = forward.compute + backward.compute, Family.of(route, self.ranks.intra)
-        return Candidate(ring, route, direction, *seconds, kernel, intra, inter, family, resident)
-
-    def resident_bytes(self, route: Route, direction: Pass) -> int:
-        """Return the bytes that a rank of a mesh needs beyond a ring's, in the pass that needs most."""
-        return max(
-            resident_bytes(message_bytes(self.shard, route, pass_), route.of(pass_).rings)
-            for pass_ in (Pass.FORWARD, direction)
-        )
+        return Candidate(ring, route, direction, *seconds, kernel, intra, inter, family)
 
     def least(self, route: Route, direction: Pass) -> float:
         """Return the seconds of a way, the better way round; a lower bound until its passes are played."""
@@ -89,8 +80,7 @@ class Costs:
         Of a pass that was not played these are as many as if no message took time.
         """
         work = self.work(route, pass_)
-        alone = work.busiest_of(route.of(pass_).rings)
-        played = self.played.get((route, pass_)) or PlayedPass(alone, alone, {})
+        played = self.played.get((route, pass_)) or PlayedPass(work.busiest, work.busiest, {})
         # The device's seconds that the simulation of a schedule leaves out:
         exchanged = exchange_seconds(route, message_bytes(self.shard, route, pass_), self.rates)
         slowed = slowdown_seconds(played.sent, self.rates) if route.overlap else 0.0
@@ -130,11 +120,10 @@ class Costs:
                 self.played[key] = self.one_by_one(routed)
 
     def work(self, route: Route, pass_: Pass) -> KernelWork:
-        key = pass_, route.of(pass_).rings if self.shard.latent_travels else 1
-        if key not in self.works:
+        if pass_ not in self.works:
             pairs = self.pairs_of_keys if pass_ == Pass.QUERY else self.pairs
-            self.works[key] = work_of(self.shard, pairs, route, pass_, self.rates)
-        return self.works[key]
+            self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
+        return self.works[pass_]
 
     def in_lockstep(self, routed: RoutedPass) -> bool:
         reading = self.plan.reading(of_queries=routed.of_queries)
@@ -144,13 +133,7 @@ class Costs:
         drawn = schedule(routed.route, routed.pass_, self.plan)
         timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
         sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
-        busiest = routed.work.busiest_of(routed.route.of(routed.pass_).rings)
-        return PlayedPass(timeline.seconds, busiest, sent)
-
-
-def resident_bytes(sizes: Sizes, rings: int) -> int:
-    """Return the bytes of others' rows that stay, of their results, and of the shares that then come."""
-    return (rings - 1) * (sizes.whole[Kind.RESIDENT] + 2 * sizes.whole[Kind.SHARE])
+        return PlayedPass(timeline.seconds, routed.work.busiest, sent)
 
 
 @lru_cache(maxsize=4)
@@ -162,5 +145,4 @@ def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
 def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> KernelWork:
     """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
     pooled = shard.pooled(route.heads)
-    time = call_time(pooled, pass_, rates, rings=route.of(pass_).rings)
-    return KernelWork(pairs, route.placement, time, pooled.tokens)
+    return KernelWork(pairs, route.placement, call_time(pooled, pass_, rates), pooled.tokens)

@@ -23,11 +23,10 @@ from burst_mcore.attention.autotune.cost import CallTime, Sizes, farther, stretc
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
-from burst_mcore.attention.schedule.counted import UNSENT, ColumnOfAll, Counted, OfAll, RowCounts, moved
+from burst_mcore.attention.schedule.counted import UNSENT, Counted, OfAll, RowCounts, moved
 from burst_mcore.attention.schedule.heads import Moves, with_heads
-from burst_mcore.attention.schedule.mesh import with_columns
 from burst_mcore.attention.schedule.ring import without_overlap
-from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, itinerary_on_mesh, on_ring
+from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
 from burst_mcore.rates import Rates
 
 NEVER = -torch.inf
@@ -69,7 +68,7 @@ class RoutedPass:
         Rows that come part by part change the order in which parts are computed, where heads are shared, and
         gradients change the order of bundles, on several nodes.
         """
-        route, moves = self.route.of(self.pass_), PASSES[self.pass_]
+        route, moves = self.route, PASSES[self.pass_]
         by_part, of_nodes = route.heads > 1 and moves.rows, route.nodes > 1 and moves.gradients
         return replace(route, mirrored=False), by_part, of_nodes, self.program
 
@@ -116,7 +115,7 @@ class KernelWork:
 
     def of_action(self, rank: int, action: Compute) -> float:
         """Return the seconds of one rank's compute, in its own program."""
-        position = self._placement.position(rank) if action.resident is None else action.resident
+        position = self._placement.position(rank)
         if action.part is None:
             return self._by_place.get((position, action.source), 0.0)
         return float(self.parts[position, action.part, action.source])
@@ -126,10 +125,10 @@ class KernelWork:
         """Kernel calls of the rank that has most."""
         return int((self.whole > 0).sum(1).max())
 
-    def busiest_of(self, rings: int) -> float:
-        """Return the seconds of the busiest rank, all sources together, on a mesh of so many rings."""
-        places = len(self.whole) // rings
-        return float(self.whole.view(rings, places, rings, places).sum((0, 3)).max())
+    @cached_property
+    def busiest(self) -> float:
+        """Seconds of the busiest rank, all sources together."""
+        return float(self.whole.sum(1).max())
 
 
 def _has_messages(pass_: Pass, kind: Kind) -> bool:
@@ -185,9 +184,9 @@ class _Message:
 class _Lockstep:
     def __init__(self, plan: Plan, passes: Sequence[RoutedPass], intra: int, rates: Rates) -> None:
         self.passes, self.intra, self.rates = passes, intra, rates
-        self.route = route = passes[0].route.of(passes[0].pass_)
+        self.route = route = passes[0].route
         self.heads, self.positions, self.placement = route.heads, route.positions, route.placement
-        self.moved = moved(route.nodes, route.intra, route.rings)
+        self.moved = moved(route.nodes, route.intra)
         self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
         self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
         other_end = self.placement.rank(self.positions - 1 - self.position, self.member)
@@ -208,10 +207,7 @@ class _Lockstep:
 
     def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
         """Return the rows that are read in a pass; a mirrored ring is counted from the other end."""
-        route, places = routed.route.of(routed.pass_), None
-        if route.rings > 1:
-            way = itinerary_on_mesh(plan, route, None, routed.of_queries)
-            return RowCounts(way.reading, way, mirrored=False)
+        route, places = routed.route, None
         if not route.direct:
             places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
         return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
@@ -227,11 +223,8 @@ class _Lockstep:
             rows=any(each.rows for each in moves),
         )
         route = replace(route, mirrored=False)
-        ring, leaving = on_ring(0, route, every, OfAll(row_counts)), None
-        if route.rings > 1:
-            staying = [plan.reading(of_queries=not routed.of_queries) for routed in self.passes]
-            ring = with_columns(ring, 0, route.rings, ColumnOfAll(route.rings, staying), early=route.overlap)
-        elif self.heads > 1:
+        ring = on_ring(0, route, every, OfAll(row_counts))
+        if self.heads > 1:
             steps = (x.last_steps(route.nodes, route.intra, gradients=every.gradients) for x in row_counts)
             last = torch.stack([*steps], 1)
             none = torch.full(last.shape, UNSENT, dtype=torch.float64)
@@ -239,11 +232,7 @@ class _Lockstep:
                 step: (Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0),)
                 for step in last.unique().tolist()
             }
-        if self.heads > 1:
-            mesh = route.rings > 1
-            ring = with_heads(
-                ring, 0, self.placement, every, by_part=route.overlap, leaving=leaving, on_mesh=mesh
-            )
+            ring = with_heads(ring, 0, self.placement, every, by_part=route.overlap, leaving=leaving)
         return ring if route.overlap else without_overlap(ring)
 
     @cached_property
@@ -320,7 +309,7 @@ class _Lockstep:
         for peers in self.peers.values():
             between = peers.carried * peers.inter
             sent += torch.stack([peers.carried - between, between]).mean(1)
-        busiest = [routed.work.busiest_of(self.route.rings) for routed in self.passes]
+        busiest = [routed.work.busiest for routed in self.passes]
         by_link = [{Link.INTRA: intra, Link.INTER: inter} for intra, inter in sent.T.tolist()]
         slowest: list[float] = self.clock.amax(0).tolist()
         return [PlayedPass(*each) for each in zip(slowest, busiest, by_link, strict=True)]
@@ -329,8 +318,7 @@ class _Lockstep:
         """Return the seconds of a compute, for every rank and pass."""
         source = self.moved.to(action.source)
         if action.part is None:
-            resident = self.here if action.resident is None else self.moved.to(action.resident)
-            where = resident * self.positions + source
+            where = self.here * self.positions + source
             return self.of_ranks(self.seconds_by_place.index_select(0, where))
         member, per_pass = (self.member + action.part) % self.heads, []  # the program is that of member 0
         for routed in self.passes:  # a mirrored ring is counted from the other end

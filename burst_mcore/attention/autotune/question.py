@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.autotune.ways import (
-    Mesh,
     Ranks,
     backward_passes,
     degrees_of,
     overlaps,
     placements,
-    rings_of,
     route_for,
     searched_rings,
 )
@@ -62,7 +60,6 @@ class Settings:
     """Of head parallelism."""
     directions: tuple[Pass, ...]
     placement: str = "auto"
-    mesh: Mesh = "none"
 
 
 def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None) -> Settings:
@@ -73,7 +70,6 @@ def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...
         degrees=degrees_of(config, question.ranks, question.shard) if degrees is None else degrees,
         directions=backward_passes(config.backward),
         placement=config.head_placement,
-        mesh=config.mesh,
     )
 
 
@@ -82,17 +78,11 @@ def routes(question: Question, settings: Settings) -> dict[Route, str]:
     ranks, words = question.ranks, dict[Route, str]()
     for degree in settings.degrees:
         hides = overlaps(settings.overlap, degree, ranks, question.rates)
-        ways = itertools.product(
-            placements(settings.placement, degree, ranks),
-            rings_of(settings.mesh, ranks.size // degree),
-            settings.rings,
-        )
-        for outer, rings, ring in ways:
+        for outer, ring in itertools.product(placements(settings.placement, degree, ranks), settings.rings):
             if ring == "flat" and "double" in settings.rings and degree >= ranks.intra and not outer:
                 continue  # between nodes that share all heads the two are one
-            if ring != "direct" or rings == 1:
-                route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer, rings=rings)
-                words.setdefault(route, ring)
+            route = route_for(degree, ranks, ring=ring, overlap=hides, outer=outer)
+            words.setdefault(route, ring)
     return words
 
 

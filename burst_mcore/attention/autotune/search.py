@@ -20,8 +20,6 @@ from burst_mcore.config import BurstConfig
 
 logger = logging.getLogger("burst_mcore")
 
-MOST_RESIDENT = 4 * 2**30
-"""Bytes that a mesh may hold of other ranks, at most, to be considered where meshes are searched."""
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
@@ -77,17 +75,15 @@ def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
 
 
 def costed(
-    config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None, *, meshes: bool = False
+    config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None
 ) -> tuple[Candidate, ...]:
     """Return every way that a configuration allows, with its cost: flat rings, too, which "auto" never takes.
 
-    Args:
-        degrees: those of head parallelism to try; default all that the configuration allows.
-        meshes: also try every mesh.
+    degrees: those of head parallelism to try; default all that the configuration allows.
     """
     settings = settings_of(config, question, degrees)
     rings = RINGS if config.ring == "auto" else settings.rings
-    return candidates(question, replace(settings, rings=rings, mesh="auto" if meshes else config.mesh))
+    return candidates(question, replace(settings, rings=rings))
 
 
 def tried(config: BurstConfig, question: Question) -> tuple[Candidate, ...]:
@@ -135,13 +131,13 @@ def _latent_gains(question: Question, settings: Settings) -> bool:
 
 
 def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, quick: bool) -> bool:
-    """Return whether a way needs neither too many connections nor, in a search of meshes, too much memory."""
+    """Return whether a way does not need too many connections."""
     if route.direct and len(settings.rings) > 1:
         partners = costs.partners(direction)
         if quick and route.heads > 1 and len(settings.degrees) > 1:
             return (route.size + partners) * route.heads <= FEW
         return partners <= PARTNERS
-    return settings.mesh != "auto" or costs.resident_bytes(route, direction) <= MOST_RESIDENT
+    return True
 
 
 @contextmanager

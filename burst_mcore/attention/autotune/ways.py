@@ -1,9 +1,7 @@
-"""The ways over some ranks that shapes and settings allow: degrees, placements, meshes and their routes."""
+"""The ways over some ranks that shapes and settings allow: degrees, placements and their routes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from burst_mcore.attention.schedule.actions import Pass
@@ -11,14 +9,12 @@ from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
-from burst_mcore.config import BurstConfig, sides_of
+from burst_mcore.config import BurstConfig
 from burst_mcore.rates import Rates
 
 RINGS = LEGAL_RINGS[1:]  # all but "auto"
 SEARCHED = ("double", "direct")
 """The rings that a call searches with "auto"; a flat one gains nothing more: docs/evidence/decisions.md."""
-Mesh = str | tuple[int, int]
-"""`BurstConfig.mesh`: "none", or rings x places of a ring; "auto" is a search of `burst-mcore explain`."""
 
 
 @dataclass(frozen=True)
@@ -39,39 +35,21 @@ def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str 
     return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
 
 
-def factors(size: int) -> Iterator[tuple[int, int]]:
-    """Yield every (a, b) with a b = size."""
-    return ((a, size // a) for a in range(1, size + 1) if size % a == 0)
-
-
 def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
     """Return the degrees of head parallelism that ranks and heads allow."""
     return [d for d in range(1, ranks.size + 1) if why_not_degree(d, ranks, heads, kv_heads) is None]
 
 
-def route_for(
-    degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False, rings: int = 1
-) -> Route:
+def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False) -> Route:
     """Return the route where `degree` ranks share heads: neighbours, or one of each ring (`outer`).
 
-    Args:
-        ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
-        rings: rings side by side, of a mesh.
+    ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
     """
     positions, outer = ranks.size // degree, outer and 1 < degree < ranks.size
     if ring == "direct":
         return Route(1, positions, degree, overlap, direct=positions > 1, outer=outer)
-    places = positions // rings
-    nodes = 1 if ring == "flat" else _nodes_of_ring(places, 1 if outer else degree, ranks.intra)
-    return Route(nodes, places // nodes, degree, overlap, outer=outer, rings=rings)
-
-
-def rings_of(mesh: Mesh, positions: int) -> tuple[int, ...]:
-    """Return the numbers of rings to try; "auto": one ring, and every mesh."""
-    if mesh == "auto":
-        return (1, *(rings for rings in range(2, positions) if positions % rings == 0))
-    sides = sides_of(mesh) or (1, positions)
-    return (sides[0],) if math.prod(sides) == positions else ()
+    nodes = 1 if ring == "flat" else _nodes_of_ring(positions, 1 if outer else degree, ranks.intra)
+    return Route(nodes, positions // nodes, degree, overlap, outer=outer)
 
 
 def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:
@@ -117,32 +95,14 @@ def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
 
 def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
     """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
-    degree, named = config.head_parallel, f"head_parallel={config.head_parallel}"
-    if sides := sides_of(config.mesh):
-        check_mesh(config, sides, ranks)
-        degree = ranks.size // math.prod(sides)
-        named = f"mesh={config.mesh}, and so head_parallel={degree},"
+    degree = config.head_parallel
     if not isinstance(degree, int):
         return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
     why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
     if why_not is not None:
         raise ValueError(
-            f"{named} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
+            f"head_parallel={degree} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
             f"{ranks.size} ranks, {ranks.intra} a node: {why_not}; legal: "
             f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
         )
     return (degree,)
-
-
-def check_mesh(config: BurstConfig, sides: tuple[int, int], ranks: Ranks) -> None:
-    """Raise ValueError if the configured mesh does not go with so many ranks."""
-    rows, columns = sides
-    degree = config.head_parallel
-    if ranks.size % (rows * columns) or (degree != "auto" and rows * columns * degree != ranks.size):
-        legal = f"sides and degrees that divide {ranks.size}"
-        if isinstance(degree, int) and ranks.size % degree == 0:
-            legal = ", ".join(f"{a}x{b}" for a, b in factors(ranks.size // degree))
-        raise ValueError(
-            f"mesh={rows}x{columns} with head_parallel={degree} is not legal: rows x columns x head_parallel "
-            f"must be the {ranks.size} ranks; legal: {legal}"
-        )

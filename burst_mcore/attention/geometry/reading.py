@@ -38,8 +38,7 @@ class Reading:
         rows: rows of a position.
         owner, first, length: int64 [segments], in ascending order: the position that has a segment, its first
             row there and its length.
-        read: bool [readers, segments]: who reads which segment. Readers are the positions; on a mesh columns,
-            or rings, which read together.
+        read: bool [positions, segments]: who reads which segment.
     """
 
     def __init__(self, size: int, rows: int, owner: Tensor, first: Tensor, length: Tensor, read: Tensor):
@@ -58,20 +57,6 @@ class Reading:
         """Bool [owners, readers]: whether a position reads anything of another."""
         read = torch.zeros(self.size, len(self.read), dtype=torch.int32)
         return read.index_add_(0, self.owner, self.read.T.to(torch.int32)) > 0
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """Int64 [owners, readers]: how many rows a position reads of another."""
-        read = torch.zeros(self.size, len(self.read), dtype=torch.float64)
-        return read.index_add_(0, self.owner, self.read.T.double() * self.length[:, None].double()).long()
-
-    def together(self, places: int, *, by_ring: bool) -> Reading:
-        """Return who reads which rows where the rings of a mesh, or its columns, read together.
-
-        places: positions of a ring, one of each column.
-        """
-        read = self.read.view(-1, places, self.read.shape[1]).any(1 if by_ring else 0)
-        return Reading(self.size, self.rows, self.owner, self.first, self.length, read)
 
     @property
     def elsewhere(self) -> int:

@@ -63,11 +63,6 @@ def gather(x: Tensor, rows: Rows) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis(x))
 
 
-def of_half(x: Tensor, half: int | None) -> Tensor:
-    """Return a view of half 0 or 1 of the heads of a tensor or a statistic; None: of all."""
-    return x if half is None else x.chunk(2, 2 if x.dim() == 4 else 1)[half]
-
-
 def scatter_views(x: Tensor, rows: Rows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (view of x, the share of `values` for that view): values[i] is for the i-th of the rows."""
     for span, share in shares(rows, values):

@@ -87,12 +87,11 @@ def _flash3_supports(problem: Problem) -> str | None:
 
 def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = from_lower_right(pattern)
-    full = not (pattern.packed or pattern.causal or pattern.windowed)  # dealt out before messages free SMs
     out, lse, *_ = packages.call(
         _flash3()._flash_attn_forward,
         *flat(pattern, q, k, _rows_dense(v)), **keywords(pattern, q), softmax_scale=scores.scale,
         causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
-        window_size_right=right, softcap=_softcap(scores), if_there={"sm_margin": full * scores.sm_margin},
+        window_size_right=right, softcap=_softcap(scores),
     )  # fmt: skip
     return of_batch(pattern, out, lse, len(q))
 

@@ -6,7 +6,7 @@ gradients of a tile are its exact share of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor
 from burst_mcore.attention.geometry.launches import LARGE, Launches
 from burst_mcore.attention.geometry.pattern import NONE, Abilities, Pattern
 from burst_mcore.attention.numerics.merge import GradientShare
+from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.dtypes import wide
 
 
@@ -46,14 +47,13 @@ class Scores(NamedTuple):
     softcap: float | None = None
     deterministic: bool = False
     """Gradients are bitwise equal between runs."""
-    sm_margin: int = 0
-    """Multiprocessors to leave to messages under way, for kernels that take all others for themselves."""
     max_logit: bool = False
     """Whether forward returns the largest score of each head, too, in kernels that have it."""
 
 
 Results = tuple[Tensor, ...]
 """out and lse of a tile, and the largest scores of kernels that are asked and have them: see `Forward`."""
+Shares = tuple[GradientShare, GradientShare]
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk and dv of a tile: see `Backward`."""
 
@@ -80,7 +80,7 @@ class BackwardInputs(NamedTuple):
     """The inputs of a tile's backward, with the statistics of the WHOLE row: lse and delta [B, H, M], wide.
 
     `out` [B, M, H, Dv] is the forward's, or any tensor with rowsum(dout * out) = delta. Kernels with
-    `takes_delta` read delta and get no out; the others form delta from out.
+    `takes_delta` read delta and get no out; the others form delta from out. `Kernel.shares` makes one.
     """
 
     dout: Tensor
@@ -90,6 +90,10 @@ class BackwardInputs(NamedTuple):
     out: Tensor | None
     lse: Tensor
     delta: Tensor
+
+    def with_output(self) -> BackwardInputs:
+        """Return the inputs with an output, if need be a stand-in."""
+        return self if self.out is not None else self._replace(out=output_stand_in(self.dout, self.delta))
 
 
 class Backward(Protocol):
@@ -148,17 +152,23 @@ class Kernel:
     def max_logit(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Tensor:
         """Return the largest score of each head of a tile, [H], by one more forward."""
         steep = STEEP.get(q.dtype, 2.0**14)
-        lse = self.forward(q, k, v, pattern, Scores(scores.scale * steep, sm_margin=scores.sm_margin))[1]
+        lse = self.forward(q, k, v, pattern, Scores(scores.scale * steep))[1]
         return (lse.amax((0, 2)) / steep).to(wide(q.dtype))
 
     def shares(
-        self, inputs: BackwardInputs, pattern: Pattern, scores: Scores, *, queries_travel: bool
-    ) -> tuple[GradientShare, GradientShare]:
+        self, inputs: BackwardInputs, pattern: Pattern, scores: Scores, *, queries_travel: bool, large: bool
+    ) -> Shares:
         """Return a tile's gradients of queries, and of keys and values.
 
         Those of the side that stays must be taken first, since one launch may make both. The sums that travel
         are not here yet: their share then waits for them in memory of its own.
+
+        large: the results are large, and queries travel: their memory may be halved by more launches.
         """
+        if not (self.takes_delta or self.in_place):
+            if large and not (self.copies or inputs.k.shape[2] % 2) and (pattern.full or pattern.causal):
+                return self._by_halves(inputs, pattern, scores)
+            inputs = inputs.with_output()
         if not self.in_place:
             dq, dk, dv = self.backward(inputs, pattern, scores)
             return (dq,), (dk, dv)
@@ -179,3 +189,30 @@ class Kernel:
                 add_all(inputs, pattern, scores, *sums, *waiting, fresh_dq=fresh, fresh_dkv=True)
 
         return (waiting, stay) if queries_travel else (stay, waiting)
+
+    def _by_halves(self, inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Shares:
+        """Return the shares of two launches, each of half of the heads; the first is added before the second.
+
+        Half of the stand-in for out, of dK and of dV is then there at once. dQ waits, by halves.
+        """
+        waiting: list[Tensor] = []
+
+        def add(half: int, sums: Sequence[Tensor], shares: Sequence[Tensor], *, fresh: bool) -> None:
+            for total, share in zip(sums, shares, strict=True):
+                to = total.chunk(2, -2)[half]
+                (to.copy_ if fresh else to.add_)(share)
+
+        def stay(*sums: Tensor, fresh: bool) -> None:
+            for half in (0, 1):
+                views = [x if x is None else x.chunk(2, -2)[half] for x in inputs]
+                of_half = BackwardInputs(*views)  # type: ignore[arg-type]  # out alone may be None
+                dq, *shares = self.backward(of_half.with_output(), pattern, scores)
+                waiting.append(dq)
+                add(half, sums, shares, fresh=fresh)
+                del shares  # their memory is free before the next launch
+
+        def travel(total: Tensor, *, fresh: bool) -> None:
+            for half, share in enumerate(waiting):
+                add(half, (total,), (share,), fresh=fresh)
+
+        return travel, stay

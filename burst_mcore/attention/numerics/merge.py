@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, count, of_half, relative_to, shares, strided, view
+from burst_mcore.attention.geometry.rows import Rows, count, relative_to, shares, strided, view
 from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.attention.numerics.segments import (
     KernelResults,
@@ -85,8 +85,8 @@ class _Sum(ABC):
         self._limit = min(WAITING, self.waiting_bytes // max(1, like.numel() * like.itemsize))
 
     @abstractmethod
-    def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
-        """Return uninitialised tensors for so many rows (None: all), results in `dtype`."""
+    def room(self, dtype: torch.dtype) -> KernelResults:
+        """Return uninitialised tensors for all rows, results in `dtype`."""
 
     @abstractmethod
     def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
@@ -223,10 +223,6 @@ class OnlineSoftmax(_Sum):
         """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; this may keep and write both."""
         self._add(rows, (out_t, lse_t.to(self._of_lse)))
 
-    def take(self, rows: Rows, share: KernelResults) -> None:
-        """Merge (out, lse) of these rows."""
-        self.add(rows, *share)
-
     def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
         """Return (out, lse) of these rows to merge into in place, and whether they hold no data yet.
 
@@ -251,12 +247,10 @@ class OnlineSoftmax(_Sum):
                 torch.logaddexp(to, part, out=to)
         return result.to(self.dtype)
 
-    def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
+    def room(self, dtype: torch.dtype) -> KernelResults:
         """Return uninitialised (out [B, S, H, D] in `dtype`, lse [B, H, S] in that of partial results)."""
-        batch, every, heads, _ = self._like.shape
-        rows = every if rows is None else rows
-        out = self._like.new_empty((batch, rows, heads, self._value_dim), dtype=dtype)
-        return out, self.room_for_lse(range(rows))
+        out = self._like.new_empty((*self._like.shape[:3], self._value_dim), dtype=dtype)
+        return out, self.room_for_lse(self._all)
 
     def room_for_lse(self, rows: range) -> Tensor:
         """Return an uninitialised statistic of these rows, in the dtype of partial results."""
@@ -283,13 +277,9 @@ class GradientSum(_Sum):
             gradient_sum._segments.sum_up(gradient_sum._all)
         return gradient_sum
 
-    def add(self, rows: Rows, gradient: Tensor, half: int | None = None) -> None:
-        """Add a tile's gradient [B, M, H, D] of these M rows, of all heads or a half; this may write it."""
-        if half is None:
-            self._add(rows, (gradient,))
-        elif running := self.running(rows):  # rows are one range
-            to = of_half(running[0].zero_() if running[1] else running[0], half)
-            add_up([to, gradient], to)
+    def add(self, rows: Rows, gradient: Tensor) -> None:
+        """Add a tile's gradient [B, M, H, D] of these M rows; this may write it."""
+        self._add(rows, (gradient,))
 
     def running(self, rows: Rows) -> tuple[Tensor, bool] | None:
         """Return the sum of these rows to add to in place, and whether it holds no data yet.
@@ -330,8 +320,8 @@ class GradientSums:
         sums._sums = tuple([GradientSum.into(total, fresh=fresh) for total in totals])
         return sums
 
-    def take(self, rows: Rows, share: GradientShare, half: int | None = None) -> None:
-        """Add gradients of these rows of the owner, of all heads or half; tensors may be kept and written."""
+    def take(self, rows: Rows, share: GradientShare) -> None:
+        """Add gradients of these rows of the owner; tensors may be kept and written."""
         places = relative_to(self._stored, rows)
         if callable(share):
             running = [pair for total in self._sums if (pair := total.running(places))]
@@ -342,12 +332,7 @@ class GradientSums:
             share = tuple([total.room(total.dtype, count(places))[0] for total in self._sums])
             by_kernel(*share, fresh=True)
         for total, gradient in zip(self._sums, share, strict=True):
-            total.add(places, gradient, half)
-
-    def so_far(self, span: range) -> KernelResults:
-        """Return views of the sums of these rows of the owner, of which some came."""
-        running = (total.running(relative_to(self._stored, (span,))) for total in self._sums)
-        return tuple([pair[0] for pair in running if pair])
+            total.add(places, gradient)
 
     def put(self, span: range, into: KernelResults) -> None:
         """Write the sums of these rows of the tensors, so far, into tensors of any dtypes."""
@@ -376,10 +361,10 @@ class WaitingShares:
     """The gradients of a bundle from the last compute, while the sums that travel are on their way."""
 
     def __init__(self) -> None:
-        self._shares: list[tuple[Rows, GradientShare, int | None]] = []
+        self._shares: list[tuple[Rows, GradientShare]] = []
 
-    def take(self, rows: Rows, share: GradientShare, half: int | None = None) -> None:
-        self._shares.append((rows, share, half))
+    def take(self, rows: Rows, share: GradientShare) -> None:
+        self._shares.append((rows, share))
 
     def add_to(self, sums: GradientSums) -> None:
         """Add all to the sums, and forget them."""

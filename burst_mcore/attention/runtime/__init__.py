@@ -6,5 +6,4 @@ binding        a program as a flat list of steps, made once for all its runs
 executor       runs these steps: posts messages, waits, calls back for tiles
 buffers        memory that passes share
 head_exchange  the tensors of the all-to-all of heads
-columns        the rows that stay at a rank, on a mesh of a whole column, and their exchange
 """

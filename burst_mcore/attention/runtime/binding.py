@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from burst_mcore.attention.geometry.rows import Rows, relative_to
 from burst_mcore.attention.schedule.actions import (
-    GROUPS,
     HOME,
     KEPT,
     Accumulate,
@@ -18,6 +17,7 @@ from burst_mcore.attention.schedule.actions import (
     Channel,
     Compute,
     Kind,
+    Link,
     Pack,
     Program,
     Recv,
@@ -116,7 +116,7 @@ def bind(program: Program) -> Bound:
             binder.use(action, len(steps))
     ends, kept = [*binder.ends, *binder.last.items()], (HOME, KEPT, *at_home(program))
     for name, place in sorted(ends, key=lambda end: end[1], reverse=True):
-        if name not in kept and not name.startswith(Kind.RESIDENT):
+        if name not in kept:
             steps.insert(place, Drop(name))
     return tuple(steps)
 
@@ -172,7 +172,7 @@ class _Binder:
     def parcel(self, action: Action) -> Parcel:
         assert isinstance(action, (Send, Recv))
         self.under_way.setdefault(action.channel, []).append(action.buffer)
-        if action.channel.link in GROUPS:
+        if action.channel.link == Link.HEADS:
             return Parcel(action, None, None)
         if isinstance(action, Recv):
             return Parcel(action, self.room(action.buffer, action.rows), None)

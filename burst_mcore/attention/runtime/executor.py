@@ -142,13 +142,13 @@ def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
 
 
 class Exchange(Protocol):
-    """One kind of message in a group: the all-to-all over a head group, or along a column of a mesh."""
+    """One kind of message in a head group: an all-to-all."""
 
     def pack(self, action: Pack) -> Bundle:
         """Return the share of a member, contiguous."""
 
-    def empty(self, rows: Rows | None) -> Bundle:
-        """Return room for the share, of these rows, that comes from another member."""
+    def empty(self) -> Bundle:
+        """Return room for the share that comes from another member."""
 
     def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
         """Copy the share of a member to its place; None stands for this rank's own share."""
@@ -163,7 +163,7 @@ class Ring:
         new: makes an uninitialised buffer for some rows (None: all), of a bundle (DATA), of a travelling
             gradient (SUM) or of a complete one (TOTAL).
         free: takes back a buffer that is not needed any more.
-        exchanges: by kind of message, if heads are shared or on a mesh.
+        exchanges: by kind of message, if heads are shared.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Ring:
             if room is not None:
                 bundle = self._room(room)
             elif isinstance(action, Recv):
-                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty(action.rows)
+                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty()
             elif cut is None:
                 bundle = self._buffers[action.buffer]
             else:

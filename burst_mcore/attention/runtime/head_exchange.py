@@ -48,12 +48,12 @@ class Inward:
 
     def pack(self, action: Pack) -> Bundle:
         pieces = self._group.share(self._own, action.member)
-        parcel = self.empty(None)
+        parcel = self.empty()
         for to, piece in zip(_opened(parcel, pieces), pieces, strict=True):
             to.copy_(piece)
         return parcel
 
-    def empty(self, rows: Rows | None) -> Bundle:
+    def empty(self) -> Bundle:
         return _parcel(self._group.share(self._own, self._group.member), self._lease)
 
     def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
@@ -80,14 +80,14 @@ class Outward:
         self.own = own
 
     def pack(self, action: Pack | Unpack) -> Bundle:
-        parcel = self.empty(None)
+        parcel = self.empty()
         pieces, start = _opened(parcel, self._group.share(self.own, action.member)), 0
         for rows in self._group.rows[action.member]:
             self._results(rows, tuple(_rows(piece, range(start, start + len(rows))) for piece in pieces))
             start += len(rows)
         return parcel
 
-    def empty(self, rows: Rows | None) -> Bundle:
+    def empty(self) -> Bundle:
         return _parcel(self._group.share(self.own, self._group.member), self._lease)
 
     def unpack(self, action: Unpack, parcel: Bundle | None) -> None:

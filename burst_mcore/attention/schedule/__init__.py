@@ -5,9 +5,7 @@ carried        which rows a message carries: all, or those that a mask lets some
 counted        how many rows that is, without the rows themselves, for the cost model
 ring           programs of the double ring, the flat ring and the mirrored ring
 direct         programs of the exchange in which every row goes straight to its readers
-group          exchanges between the members of a group
 heads          the all-to-all of heads around a ring's program
-mesh           rings side by side, and the exchange along their columns
 route          a route, the program of each rank on the route, and the communicator of each channel
 walk           advances the programs of all ranks, for dry runs (burst_plan) and the simulator
 trace          events of a run, recorded or simulated

@@ -55,12 +55,6 @@ class Link(_Word):
     """Any two ranks."""
     HEADS = "heads"
     """Members of one head group."""
-    MESH = "mesh"
-    """Positions of one column of a mesh: the same place on rings side by side."""
-
-
-GROUPS = (Link.HEADS, Link.MESH)
-"""Links of messages that are packed and unpacked."""
 
 
 class Kind(_Word):
@@ -80,13 +74,9 @@ class Kind(_Word):
     """Out of the head group: the results of the rows that stay."""
     SUM = "sum"
     """Out of the head group: the gradient of the bundle that travelled."""
-    RESIDENT = "resident"
-    """Along a column of a mesh: the rows that stay at a position, to ranks that attend with them as well."""
-    SHARE = "share"
-    """Back along the column: the results that another rank has for them."""
 
 
-COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM, Kind.SHARE)
+COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM)
 """Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
@@ -146,19 +136,16 @@ class Wait:
 class Compute:
     """Attend rows that stay to the bundle of position `source`, which lies in `buffer`.
 
-    These are the position's own rows; with `part`, those of one member of the head group; with `resident`,
-    those of another position of a mesh.
+    These are the position's own rows; with `part`, those of one member of the head group.
     """
 
     step: int
     source: int
     buffer: str
     part: int | None = None
-    resident: int | None = None
 
     def __str__(self) -> str:
-        part = "" if self.part is None else f".{self.part}"
-        return f"[{'' if self.resident is None else f'{self.resident}:'}{self.source}{part}]"
+        return f"[{self.source}{'' if self.part is None else f'.{self.part}'}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,33 +199,31 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy(Generic[T]):
-    """A copy of the share of one member of a group: a head group, or a column of a mesh."""
+class _Copy:
+    """A copy of the share of one member of a head group."""
 
     step: int
     kind: Kind
     buffer: str
     member: int
-    rows: Carried[T] = None
-    """The rows of the share, in a column (None: all)."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__.lower()} {self.buffer}"
 
 
-class Pack(_Copy[T]):
+class Pack(_Copy):
     """Copy the share of member `member` of the group into `buffer`."""
 
     __slots__ = ()
 
 
-class Unpack(_Copy[T]):
+class Unpack(_Copy):
     """Copy the share that came from member `member` of the group out of `buffer`, to its place."""
 
     __slots__ = ()
 
 
-Action = Send[T] | Recv[T] | Wait | Compute | Accumulate[T] | Add[T] | Return | Pack[T] | Unpack[T]
+Action = Send[T] | Recv[T] | Wait | Compute | Accumulate[T] | Add[T] | Return | Pack | Unpack
 Program = tuple[Action[T], ...]
 
 

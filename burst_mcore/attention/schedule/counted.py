@@ -15,7 +15,6 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.reading import Reading
 from burst_mcore.attention.schedule.carried import Carried, Hops, Itinerary, elsewhere
-from burst_mcore.attention.schedule.mesh import Needs
 from burst_mcore.attention.schedule.ring import visits
 
 
@@ -160,25 +159,6 @@ class OfAll(Hops[Counted]):
         return (Counted(self._lent, 0, owner),)
 
 
-class ColumnOfAll(Needs[Counted]):
-    """The rows that all columns of a mesh exchange, as numbers (`Counted`); asked for position 0.
-
-    staying: who reads which of the rows that stay, in each pass.
-    """
-
-    def __init__(self, rings: int, staying: Sequence[Reading]) -> None:
-        super().__init__(staying[0].size // rings)
-        owner, self._rings = torch.arange(staying[0].size), rings
-        reader = (owner // self.places + torch.arange(rings)[:, None]) % rings  # by distance of the rings
-        together = (reading.together(self.places, by_ring=True) for reading in staying)
-        tables = [reading.counts.float()[owner, reader] for reading in together]
-        self._needed = _or_unsent(torch.stack(tables, 2))
-
-    def needed(self, owner: int, reader: int) -> Carried[Counted]:
-        """Return the staying rows of one position that another of its column needs."""
-        return (Counted(self._needed, (reader - owner) // self.places % self._rings, owner),)
-
-
 def _or_unsent(rows: Tensor) -> Tensor:
     return rows.masked_fill_(rows == 0, UNSENT)
 
@@ -186,24 +166,13 @@ def _or_unsent(rows: Tensor) -> Tensor:
 class MovedPrograms:
     """Programs of all positions, from that of position 0: partner p becomes partner `to(p)[q]` of q."""
 
-    def __init__(self, nodes: int, intra: int, rings: int) -> None:
-        self._nodes, self._intra, self._rings = nodes, intra, rings
+    def __init__(self, nodes: int, intra: int) -> None:
+        self._nodes, self._intra = nodes, intra
         self._twice: dict[int, Tensor] = {}
-        self._on_mesh: dict[int, Tensor] = {}
 
     def to(self, position: int) -> Tensor:
-        """Return int64 [positions]."""
-        if self._rings == 1:
-            return self._on_ring(position)
-        if position not in self._on_mesh:
-            places = self._nodes * self._intra
-            ring = (torch.arange(self._rings) + position // places) % self._rings
-            self._on_mesh[position] = (ring[:, None] * places + self._on_ring(position % places)).flatten()
-        return self._on_mesh[position]
-
-    def _on_ring(self, place: int) -> Tensor:
-        """Return int64 [places]: a view, since all moves over as many nodes lie in one table."""
-        m, l = divmod(place, self._intra)  # noqa: E741
+        """Return int64 [positions]: a view, since all moves over as many nodes lie in one table."""
+        m, l = divmod(position, self._intra)  # noqa: E741
         size = self._nodes * self._intra
         if self._nodes == 1:
             m, l = l, 0  # noqa: E741  # one node of many positions moves as many nodes of one do
@@ -219,4 +188,4 @@ class MovedPrograms:
 
 
 moved = lru_cache(maxsize=64)(MovedPrograms)
-"""The moves of rings of nodes x intra positions, side by side, made once."""
+"""The moves of rings of nodes x intra positions, made once."""

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import chain
+from typing import Generic, NamedTuple
 
 from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.schedule.actions import Action, Compute, Kind, Link, Program, Recv, Send
+from burst_mcore.attention.schedule.actions import (
+    Action,
+    Channel,
+    Compute,
+    Kind,
+    Link,
+    Pack,
+    Program,
+    Recv,
+    Send,
+    Unpack,
+    Wait,
+)
 from burst_mcore.attention.schedule.carried import Carried, T
-from burst_mcore.attention.schedule.group import Group
 
 
 def share_of_heads(total: int, member: int, size: int) -> range:
@@ -50,15 +62,13 @@ def with_heads(
     *,
     by_part: bool,
     leaving: Mapping[int, Carried[T]] | None = None,
-    on_mesh: bool = False,
 ) -> Program[T]:
     """Put the all-to-all of a head group around the ring of the position that its members share.
 
     The travelling bundle comes first, in whole, so that the ring can start. The rows that stay come from two
     members at a time and are computed as they come (own first), while the ring makes its first hop. In the
     last step the rows are computed member by member (own last). The results of two members leave for them
-    while the next are computed. The gradient that followed the bundle leaves in whole, at the very end. On a
-    mesh other ranks need the rows that stay, too: all come first, and the results leave at the end.
+    while the next are computed. The gradient that followed the bundle leaves in whole, at the very end.
 
     Args:
         ring: the program of the position, between positions.
@@ -67,16 +77,13 @@ def with_heads(
         moves: the bundles, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
         leaving: the steps after which results leave, and how many rows of them; default the last, all.
-        on_mesh: `ring` is a program of a mesh.
     """
     if leaving is None:
         leaving = {max(action.step for action in ring if isinstance(action, Compute)): None}
-    return tuple(_Member(ring, rank, placement, moves, by_part, leaving, on_mesh).actions())
+    return tuple(_Member(ring, rank, placement, moves, by_part, leaving).actions())
 
 
-class _Member(Group[T]):
-    LINK = Link.HEADS
-
+class _Member(Generic[T]):
     def __init__(
         self,
         ring: Program[T],
@@ -85,31 +92,31 @@ class _Member(Group[T]):
         moves: Moves,
         by_part: bool,
         leaving: Mapping[int, Carried[T]],
-        on_mesh: bool,
     ) -> None:
-        super().__init__(placement.member(rank), placement.heads)
-        self.ring, self.placement, self.moves, self.leaving = ring, placement, moves, leaving
-        self.position, self.on_mesh = placement.position(rank), on_mesh
-        self.by_part = by_part and not on_mesh
+        self.ring, self.placement, self.moves = ring, placement, moves
+        self.by_part, self.leaving = by_part, leaving
+        self.position, self.member = placement.position(rank), placement.member(rank)
+        size = self.size = placement.heads
+        self.posted: set[Channel] = set()
+        """Channels with something to wait for."""
+        self.shifts = [sorted({shift, size - shift}) for shift in range(1, size // 2 + 1)]
+        """Shifts s: send to member m + s, receive from member m - s. The two shifts between the same two
+        members start together. On gloo nothing is sent before the receiver has said that it is ready.
+        That word would otherwise queue behind all that it sends to the same member."""
 
     def actions(self) -> Iterator[Action[T]]:
         for kind in (Kind.BUNDLE,) * self.moves.bundle + (Kind.ROWS,) * self.moves.rows:
             yield from self.leave(0, kind)
         if self.moves.bundle:
             yield from self.arrive(0, Kind.BUNDLE)
-        if self.moves.rows and self.on_mesh:
-            yield from self.arrive(0, Kind.ROWS)
         for action in self.ring:
-            if isinstance(action, Compute) and not self.on_mesh:
+            if isinstance(action, Compute):
                 yield from self.compute(action)
             elif isinstance(action, (Send, Recv)):
                 yield replace(action, peer=self.placement.rank(action.peer, self.member))
             else:
                 yield action
         step = self.ring[-1].step
-        if self.on_mesh:
-            self.leaving = {step: None}
-            yield from self.leave(step, Kind.RESULT)
         if self.moves.gradients:
             yield from self.leave(step, Kind.SUM)
         for kind in (Kind.RESULT,) + (Kind.SUM,) * self.moves.gradients:
@@ -135,8 +142,45 @@ class _Member(Group[T]):
             if leaving and shifts != [0]:
                 yield from self.exchange(action.step, Kind.RESULT, shifts)
 
+    def leave(self, step: int, kind: Kind) -> Iterator[Action[T]]:
+        """Exchange with all other members."""
+        for shifts in self.shifts:
+            yield from self.exchange(step, kind, shifts)
+
+    def arrive(self, step: int, kind: Kind) -> Iterator[Action[T]]:
+        """Wait for the shares of all members, and unpack them."""
+        for shift in (0, *chain.from_iterable(self.shifts)):
+            yield from self.arrive_from(step, kind, shift)
+
+    def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action[T]]:
+        """Send to the members at these shifts, receive from the members at the opposite ones."""
+        rows = self.leaving[step] if kind == Kind.RESULT else None  # of a send, for the cost model
+        for member in map(self.after, shifts):
+            yield Pack(step, kind, f"{kind}.to{member}", member)
+        for shift in shifts:
+            source, channel = self.after(-shift), self.channel(kind, shift)
+            self.posted.add(channel)
+            yield Recv(step, channel, f"{kind}.from{source}", self.peer(source))
+        for shift in shifts:
+            member, channel = self.after(shift), self.channel(kind, shift)
+            yield Send(step, channel, f"{kind}.to{member}", self.peer(member), rows)
+
+    def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action[T]]:
+        """Wait for the share of the member at the opposite shift, and unpack it."""
+        source, channel = self.after(-shift), self.channel(kind, shift)
+        if channel in self.posted:
+            self.posted.remove(channel)
+            yield Wait(step, channel)
+        yield Unpack(step, kind, f"{kind}.from{source}", source)
+
     def peer(self, member: int) -> int:
+        """Return the rank of a member."""
         return self.placement.rank(self.position, member)
 
-    def posted_rows(self, kind: Kind, rows: Carried[T], step: int) -> Carried[T]:
-        return self.leaving[step] if kind == Kind.RESULT else rows
+    def after(self, shift: int) -> int:
+        """Return the member at a shift."""
+        return (self.member + shift) % self.size
+
+    def channel(self, kind: Kind, shift: int) -> Channel:
+        """Return the channel of messages between the members at a shift."""
+        return Channel(Link.HEADS, kind, min(shift, self.size - shift))

@@ -19,7 +19,7 @@ that nobody reads: see `carried`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
@@ -29,12 +29,6 @@ from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Pr
 from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfPosition, T
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
-from burst_mcore.attention.schedule.mesh import (
-    RowsOfColumn,
-    reading_of_columns,
-    reading_on_ring,
-    with_columns,
-)
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 
@@ -52,9 +46,6 @@ class Route:
     """The bundles go from higher positions to lower ones."""
     outer: bool = False
     """The ranks of a position are not neighbours, but one of each run of `positions` neighbours."""
-    rings: int = 1
-    """Rings side by side, of `nodes` x `intra` places each: the rows of a mesh, see `mesh`. In the backward
-    pass where queries travel the mesh is `turned`."""
 
     @cached_property
     def placement(self) -> Placement:
@@ -63,34 +54,13 @@ class Route:
 
     @cached_property
     def positions(self) -> int:
-        """Positions in all: places of the ring, or of all rings of a mesh."""
-        return self.rings * self.places
-
-    @property
-    def places(self) -> int:
-        """The size of a ring."""
+        """Positions in all: the size of the ring."""
         return self.nodes * self.intra
-
-    @cached_property
-    def turned(self) -> Route:
-        """The mesh with its rows and columns exchanged; nodes, where rings go over several, stay whole."""
-        if self.nodes > 1:
-            return replace(self, nodes=self.rings, rings=self.nodes)
-        return replace(self, intra=self.rings, rings=self.intra)
-
-    @property
-    def shapes(self) -> tuple[Route, ...]:
-        """The routes of all passes."""
-        return (self, self.turned) if self.rings > 1 else (self,)
-
-    def of(self, pass_: Pass) -> Route:
-        """Return the route of a pass: on a mesh the side that is K and V in one is Q in the other."""
-        return self.turned if self.rings > 1 and pass_ == Pass.QUERY else self
 
     @property
     def has_mirror(self) -> bool:
         """Whether bundles may go the other way round: from two places both ways lead to the other."""
-        return self.places > 2 and not self.direct and self.rings == 1
+        return self.positions > 2 and not self.direct
 
     @property
     def turn(self) -> int:
@@ -110,7 +80,6 @@ class Route:
     def __str__(self) -> str:
         ring = f"ring of {self.intra}" if self.nodes == 1 else f"double ring of {self.nodes} x {self.intra}"
         ring = f"direct exchange of {self.positions}" if self.direct else ring
-        ring = f"mesh of {self.rings} x {self.places}: each row a {ring}" if self.rings > 1 else ring
         ring = f"{ring}, mirrored" if self.mirrored else ring
         apart = f" ranks, {self.positions} apart" if self.outer else ""
         heads = f", heads over {self.heads}{apart}" if self.heads > 1 else ""
@@ -129,7 +98,7 @@ PASSES = {
 
 def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> Program:
     """Return the program of `rank` in a pass; without a plan, every rank reads every row."""
-    route = route.of(pass_ := Pass(pass_))
+    pass_ = Pass(pass_)
     if plan is None or plan.everything:
         return _of_all(rank, route, pass_)
     return _of_plan(plan, rank, route, pass_)
@@ -137,21 +106,16 @@ def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> P
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
-    ring: Program = on_ring(route.placement.position(rank) % route.places, route, PASSES[pass_])
-    return _around(ring, rank, route, pass_, None)
+    ring: Program = on_ring(route.placement.position(rank), route, PASSES[pass_])
+    return _around(ring, rank, route, pass_)
 
 
 @cached_on_plan
 def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
     position, of_queries = route.placement.position(rank), pass_ == Pass.QUERY
-    if route.rings > 1:
-        way = itinerary_on_mesh(plan, route, position // route.places, of_queries)
-        hops = OfPosition(way.reading, position % route.places, way)
-    else:
-        places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
-        hops = OfPosition(plan.reading(of_queries=of_queries), position, places)
-    ring = on_ring(position % route.places, route, PASSES[pass_], hops)
-    return _around(ring, rank, route, pass_, plan)
+    places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
+    hops = OfPosition(plan.reading(of_queries=of_queries), position, places)
+    return _around(on_ring(position, route, PASSES[pass_], hops), rank, route, pass_)
 
 
 @cached_on_plan
@@ -160,31 +124,17 @@ def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -
     return Itinerary(plan.reading(of_queries=of_queries), nodes, intra, turn)
 
 
-@cached_on_plan
-def itinerary_on_mesh(plan: Plan, route: Route, ring: int | None, of_queries: bool) -> Itinerary:
-    """Return the itinerary of the bundles of one ring of a mesh; None: of all rings."""
-    if ring is None:
-        reading = reading_of_columns(plan, route.rings, of_queries)
-    else:
-        reading = reading_on_ring(plan, route.rings, ring, of_queries)
-    return Itinerary(reading, route.nodes, route.intra, route.turn)
-
-
-def _around(ring: Program, rank: int, route: Route, pass_: Pass, plan: Plan | None) -> Program:
-    """Return the program of a rank, made from the program of its place on a ring."""
-    if route.rings > 1:
-        column = RowsOfColumn(route.places, plan, of_queries=pass_ == Pass.QUERY)
-        ring = with_columns(ring, route.placement.position(rank), route.rings, column, early=route.overlap)
+def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
+    """Return the program of a rank, made from the program of its position."""
     if route.heads > 1:
-        mesh = route.rings > 1
-        ring = with_heads(ring, rank, route.placement, PASSES[pass_], by_part=route.overlap, on_mesh=mesh)
+        ring = with_heads(ring, rank, route.placement, PASSES[pass_], by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
 
 
 def on_ring(position: int, route: Route, moves: Moves, hops: Hops[T] = Hops()) -> Program[T]:
     """Return the program of a position, between positions; `hops` leaves out rows that nobody reads."""
     if route.direct:
-        return direct(position, route.places, gradients=moves.gradients, hops=hops)
+        return direct(position, route.positions, gradients=moves.gradients, hops=hops)
     return double_ring(
         position, route.nodes, route.intra, gradients=moves.gradients, hops=hops, turn=route.turn
     )
@@ -230,7 +180,7 @@ def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:
     """Return all ranks' programs of a pass."""
     pass_ = Pass(pass_)
     programs = tuple(program(rank, route, pass_, plan) for rank in range(route.size))
-    return Schedule(PASSES[pass_].title, route.of(pass_), programs, plan, queries_travel=pass_ == Pass.QUERY)
+    return Schedule(PASSES[pass_].title, route, programs, plan, queries_travel=pass_ == Pass.QUERY)
 
 
 WHOLE = "whole"
@@ -257,11 +207,8 @@ def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) 
     if channel.link == Link.HEADS:
         group_in_node = not route.outer and intra_size % route.heads == 0
         return Link.HEADS, Kind.DATA, node if group_in_node else everyone
-    if channel.link == Link.MESH:
-        return Link.MESH, Kind.DATA, everyone
     if channel.link == Link.INTER:
         return Link.INTER, channel.kind, everyone[rank % intra_size :: intra_size]
-    ring_in_node = not any(intra_size % shape.span for shape in route.shapes)
-    if several_nodes and not ring_in_node:
+    if several_nodes and intra_size % route.span:
         return WHOLE, channel.kind, everyone
     return Link.INTRA, channel.kind, node

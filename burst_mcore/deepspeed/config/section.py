@@ -12,6 +12,7 @@ from typing import Any
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import SETTINGS, BurstConfig, Setting, setting, settings_of
+from burst_mcore.words import REMOVED
 
 KEY = "burst_attention"
 FLAG = "true, false"
@@ -124,6 +125,8 @@ def _problems(where: str, written: Mapping[str, Any], keys: Mapping[str, Setting
         if name not in keys:
             near = difflib.get_close_matches(name, keys, 1, 0.6)
             meant = f': did you mean "{near[0]}"?' if near else "."
+            if name in REMOVED:
+                meant = f": {REMOVED[name]}."
             if name == "sequence_parallel_size":
                 meant = f': write it beside "{KEY}", where DeepSpeed reads it.'
             yield f'unknown key "{where}.{name}"{meant} Legal: {", ".join(keys)}'

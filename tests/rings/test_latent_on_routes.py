@@ -1,0 +1,163 @@
+"""Multi-latent attention on every kind of route: the latent goes in the place of K and V."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cells import crossed
+from dense import Problem, dense
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from masks import random_layout, random_mask, randoms
+from test_latent import DEEPSEEK, case, through
+from test_simulation import simulate
+from typer.testing import CliRunner
+
+from burst_mcore import Layout, Mask
+from burst_mcore.attention.autotune.cost import (
+    expansion_seconds,
+    home_expansion_seconds,
+    link_bytes,
+    link_class,
+    message_bytes,
+)
+from burst_mcore.attention.autotune.costing import pairs_of, work_of
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route, program
+from burst_mcore.attention.shard import Shard
+from burst_mcore.rates import Rates
+from burst_plan.cli import app
+
+
+def _simulated(c, mask, layout, route, direction, kernel="reference"):
+    """The differences of all ranks together from dense attention to K and V, and the bytes that they sent."""
+    p = Problem(c.q, c.compressed.unsqueeze(2), c.rope_key, c.dout)
+    (out, _, dq, dlatent, drope, dweight), *sent = simulate(
+        p, mask, layout, route, direction, kernel, up=c.weight
+    )
+    want = through(c, lambda p: dense(p, mask))
+    for g, w in zip((out, dq, dlatent.squeeze(2), drope, dweight), want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
+    return sent
+
+
+ROUTES = [
+    *(Route(1, 2), Route(1, 3), Route(2, 2), Route(2, 3), Route(1, 4, direct=True)),
+    *(Route(1, 1, 2), Route(1, 2, 2), Route(2, 2, 2), Route(1, 2, 4), Route(1, 2, 4, outer=True)),
+    *(Route(2, 2, overlap=False), Route(1, 2, 2, overlap=False), Route(1, 4, mirrored=True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "direction"),
+    crossed(
+        ROUTES,
+        ("query", "kv"),
+        quick=lambda route, direction: (ROUTES.index(route) % 2 == 0) == (direction == "query"),
+    ),
+    ids=str,
+)
+def test_all_ranks_together_equal_dense_attention(route, direction):
+    for mask in (Mask.causal(), Mask.full()):
+        n = 2 * Layout("zigzag").divisor(route.size)
+        _simulated(case(route.size, n, rank=12, nope=8, rope=4, value=8), mask, "zigzag", route, direction)
+
+
+ANYTHING = given(
+    draw=randoms,
+    nodes=st.integers(1, 3),
+    intra=st.integers(1, 4),
+    degree=st.sampled_from([1, 2, 3]),
+    outer=st.booleans(),
+    overlap=st.booleans(),
+    n=st.integers(1, 120),
+    direction=st.sampled_from(["query", "kv"]),
+    batch=st.integers(1, 2),
+    each=st.integers(1, 2),
+    dims=st.sampled_from([(8, 8, 4, 8), (5, 4, 4, 12), (24, 16, 8, 8)]),
+    kernel=st.sampled_from(["reference", "aten-cpu"]),
+)
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_any_mask_layout_and_route(examples):
+    settings(max_examples=examples, deadline=None)(ANYTHING(_equals_dense_attention))()
+
+
+def _equals_dense_attention(
+    draw, nodes, intra, degree, outer, overlap, n, direction, batch, each, dims, kernel
+):
+    """Results, and bytes by link: those of every rank's program, with the latent in the place of K and V."""
+    route = Route(nodes, intra, degree, overlap, outer=outer and degree > 1)
+    assume(1 < route.size <= 16)
+    heads, (rank, nope, rope, value) = degree * each, dims
+    if kernel == "aten-cpu":
+        value = nope + rope
+    c = case(n, n, batch=batch, heads=heads, rank=rank, nope=nope, rope=rope, value=value)
+    layout, mask = random_layout(draw, route.size, n), random_mask(draw, n)
+    sent = _simulated(c, mask, layout, route, direction, kernel)
+    costed = Shard(
+        batch=batch,
+        tokens=layout.padded(n, route.size) // route.size,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=nope + rope,
+        value_dim=value,
+        dtype=torch.float64,
+        grad_dtype=torch.float64,
+        latent=(rank, rope),
+        latent_travels=True,
+    )
+    plan = plan_of(layout, mask, n, route.placement)
+    for pass_, of_ranks in zip(("forward", direction), sent, strict=True):
+        sizes = message_bytes(costed, route, pass_, return_lse=True)
+        for number, by_peer in enumerate(of_ranks):
+            by_link = {"intra": 0, "inter": 0}
+            for peer, size in by_peer.items():
+                by_link[link_class(number, peer, intra)] += size
+            assert by_link == link_bytes(program(number, route, pass_, plan), number, sizes, intra)
+
+
+@pytest.mark.parametrize("direction", [Pass.KV, Pass.QUERY])
+def test_the_model_counts_every_expansion(direction):
+    """Under a full mask: a latent that travels once for each bundle, home's that stays once."""
+    rates = Rates(intra=1e12, inter=1e12, compute=4e14)
+    latent = replace(DEEPSEEK, tokens=1024, latent_travels=True)
+    route = Route(1, 12)
+    pairs = pairs_of(Layout("zigzag"), Mask.full(), 1024 * 12, 12)
+    for pass_ in (Pass.FORWARD, direction):
+        of_latent, of_keys = (
+            work_of(shard, pairs, route, pass_, rates).busiest
+            for shard in (latent, replace(latent, latent_travels=False))
+        )
+        at_home = home_expansion_seconds(latent, pass_, rates)
+        one = 1024 * expansion_seconds(latent, pass_, rates)
+        times = 1 if pass_ == Pass.QUERY else 12
+        assert of_latent - of_keys + at_home == pytest.approx(times * one)
+
+
+def _explained(*words):
+    done = CliRunner().invoke(app, ["explain", *words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_explain_takes_a_latent():
+    deepseek = "--heads 128 --head-dim 192 --value-dim 128 --seq 128K --cluster h100:4x4"
+    with_keys, with_latent = (_explained(*deepseek.split(), *x) for x in ((), ("--latent", "512+64")))
+    assert with_keys != with_latent and "auto:    ring='double', head_parallel=" in with_latent
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--latent", "512"), "a latent is its width + that of the rope key, such as 512+64, got '512'"),
+        (("--latent", "512+64", "--kv-heads", "4"), "a latent makes K and V of all 8 heads, got kv_heads=4"),
+        (("--latent", "512+128"), "a rope key is a part of a head of 128 numbers"),
+        (("--value-dim", "0"), "value_dim must be at least 1, got 0"),
+    ],
+)
+def test_explain_refuses_other_words(words, told):
+    done = CliRunner().invoke(app, ["explain", "--heads", "8", *words])
+    assert done.exit_code == 2 and told in done.output
