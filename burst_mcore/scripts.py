@@ -1,20 +1,50 @@
-"""Python scripts and modules that a launcher of ours runs in its own process, as python itself would."""
+"""Python programs that a launcher of ours runs in its own process, as python itself would."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import runpy
+import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 
-def script_of(command: Sequence[str], launcher: str, usage: str) -> Callable[[], object]:
-    """Return a function that runs `command`: a script or `-m` and a module, with its arguments.
+def launch(launcher: str, prepare: Callable[[], object]) -> None:
+    """Run the program that the command line of `python -m launcher` names, after `prepare`.
 
-    sys.path and sys.argv are the script's from here on. Exits with a message where there is no such script
-    or module.
+    Ranks that the program starts by torchrun, as `trl sft` and others do, run under the launcher too.
+    """
+    usage = (
+        f"usage: python -m {launcher} SCRIPT [ARGUMENTS]; for SCRIPT also: -m MODULE, a command such as trl"
+    )
+    run = script_of(sys.argv[1:], launcher, usage)
+    prepare()
+    if "LOCAL_RANK" in os.environ:  # a rank, which starts no others
+        run()
+    else:
+        with tempfile.TemporaryDirectory(prefix="burst_mcore-") as folder:
+            os.environ["PYTHON_EXEC"] = _python_of_ranks(folder, launcher)
+            run()
+
+
+def _python_of_ranks(folder: str, launcher: str) -> str:
+    """Write the executable that torchrun is to start in the place of python, which has -u first."""
+    python = Path(folder, "python")
+    own = shlex.quote(os.environ.get("PYTHON_EXEC", sys.executable))
+    python.write_text(f'#!/bin/sh\nshift\nexec {own} -u -m {launcher} "$@"\n')
+    python.chmod(0o700)
+    return str(python)
+
+
+def script_of(command: Sequence[str], launcher: str, usage: str) -> Callable[[], object]:
+    """Return a function that runs `command`: a script, `-m` and a module, or a console script, and arguments.
+
+    A console script is a command of an installed package, such as trl. sys.path and sys.argv are the
+    program's from here on. Exits with a message where there is no such program.
     """
     if not command:
         sys.exit(usage)
@@ -22,16 +52,19 @@ def script_of(command: Sequence[str], launcher: str, usage: str) -> Callable[[],
         sys.stdout.write(f"{usage}\n")
         sys.exit(0)
     by_name = command[0] == "-m" and len(command) > 1
-    name, arguments = command[by_name], command[1 + by_name :]
-    if not by_name and not Path(name).is_file():
-        sys.exit(f"{launcher}: no such script: {name}; --help shows the usage")
-    sys.path.insert(0, os.getcwd() if by_name else str(Path(name).resolve().parent))  # as python does
-    if by_name and not _is_module(name):
-        sys.exit(f"{launcher}: no such module: {name}; --help shows the usage")
-    sys.argv = [name, *arguments]
+    name = command[by_name]
+    sys.argv = [name, *command[1 + by_name :]]
     if by_name:
-        return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
-    return lambda: runpy.run_path(name, run_name="__main__")
+        sys.path.insert(0, os.getcwd())  # as python does
+        if _is_module(name):
+            return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
+        sys.exit(f"{launcher}: no such module: {name}; --help shows the usage")
+    if Path(name).is_file():
+        sys.path.insert(0, str(Path(name).resolve().parent))
+        return lambda: runpy.run_path(name, run_name="__main__")
+    for console_script in entry_points(group="console_scripts", name=name):
+        return lambda: sys.exit(console_script.load()())
+    sys.exit(f"{launcher}: no such script: {name}; --help shows the usage")
 
 
 def _is_module(name: str) -> bool:

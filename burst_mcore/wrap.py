@@ -51,6 +51,9 @@ class Replaced:
     def __init__(self) -> None:
         self._own: dict[tuple[Any, str], Any] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._own)
+
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace `owner.name` by `make(original)`; twice is once."""
         if (owner, name) not in self._own:

@@ -21,10 +21,16 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.torch.parallel import options_of, parallelize
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
-from burst_mcore.transformers.trainer import inputs_of_whole_sequences, rows_of_ranks, with_logits
-from burst_mcore.wrap import Replaced, around
+from burst_mcore.transformers.trainer import (
+    REPLACED,
+    inputs_of_whole_sequences,
+    rows_of_ranks,
+    with_groups,
+    with_logits,
+)
+from burst_mcore.wrap import around
 
-_replaced = Replaced()
+_replaced = REPLACED["cp_size"]
 
 
 def replace_context_parallel(
@@ -61,11 +67,13 @@ _options: dict[str, Any] = {}
 def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """Return (where, which name, its own value -> ours)."""
     from accelerate import Accelerator
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
     return [
+        (Accelerator, "prepare", with_groups),
         (Accelerator, "_prepare_cp", _preparing),
         (Accelerator, "gather_for_metrics", _of_one_rank_each),
+        (TrainingArguments, "__post_init__", _with_packing),
         (Trainer, "__init__", _with_references),
         (Trainer, "_prepare_context_parallel_inputs", _whole_inputs),
         (Trainer, "_get_num_items_in_batch", _labels),
@@ -107,6 +115,33 @@ def _with_references(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if name.startswith("trl.trainer.") and "prepare_fsdp" in vars(module):
             _replaced.replace(module, "prepare_fsdp", _preparing_reference)
     init(self, *args, **kwargs)
+    if _cp_size(self.accelerator) > 1:
+        self.burst_packing = {name: vars(self.args)[name] for name in PACKING if name in vars(self.args)}
+        vars(self.args).update(dict.fromkeys(self.burst_packing, False))
+
+
+PACKING = ("packing", "eval_packing")
+"""Arguments of TRL's SFTTrainer, which refuses them under cp_size: torch's ring mixes documents of a row."""
+
+
+@around
+def _with_packing(own: Any, self: Any) -> None:
+    """TrainingArguments.__post_init__: SFTTrainer, which may be imported late, is changed too."""
+    if hasattr(self, "packing"):
+        from trl.trainer.sft_trainer import SFTTrainer
+
+        _replaced.replace(SFTTrainer, "__init__", _after_the_check)
+    own(self)
+
+
+@around
+def _after_the_check(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """SFTTrainer.__init__: its arguments, which say nothing of packing while it checks them, say it again."""
+    try:
+        init(self, *args, **kwargs)
+    finally:
+        if hasattr(self, "burst_packing"):
+            vars(self.args).update(vars(self).pop("burst_packing"))
 
 
 @around

@@ -1,14 +1,16 @@
-"""Methods of transformers' Trainer that are the same whatever trains beside it: DeepSpeed or FSDP2.
+"""Methods of Accelerate and transformers' Trainer that are the same beside DeepSpeed and beside FSDP2.
 
-Each takes a method of the Trainer and returns the one that stands in its place. Without ranks that share
-sequences, which the Trainer's `get_tp_size` counts, the method itself is called.
+Each takes a method and returns the one that stands in its place. Without ranks that share sequences, which
+the Trainer's `get_tp_size` counts, the Trainer's method itself is called.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,10 +18,65 @@ from torch import Tensor
 
 from burst_mcore.agreement import Collective
 from burst_mcore.loss import unpatched
+from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
-from burst_mcore.wrap import around, while_set
+from burst_mcore.wrap import Replaced, around, while_set
 
 AnyMethod = Callable[..., Any]
+REPLACED = {"sp_size": Replaced(), "cp_size": Replaced()}
+"""By setting of Accelerate's ParallelismConfig, what stands for the packages that it asks for."""
+CALLS = {
+    "sp_size": "burst_mcore.deepspeed.replace_ulysses()",
+    "cp_size": "burst_mcore.torch.replace_context_parallel()",
+}
+"""The functions that fill `REPLACED`."""
+
+logger = logging.getLogger("burst_mcore")
+_warned: WeakSet[Any] = WeakSet()
+"""Accelerators whose user was told that no sequence is shared."""
+
+
+@around
+def with_groups(prepare: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Accelerator.prepare: warn, once on the first rank, where no ranks share a sequence.
+
+    Raises:
+        RefusedError: ranks share sequences by a setting, or over an engine, for which nothing was replaced.
+    """
+    called = [setting for setting, replaced in REPLACED.items() if replaced]
+    sizes = {setting: getattr(self.parallelism_config, setting, 1) for setting in REPLACED}
+    for setting, size in sizes.items():
+        if size > 1:
+            _refuse_other_groups(self, setting, size, called)
+    if max(sizes.values()) == 1 < self.num_processes and self not in _warned:
+        _warned.add(self)
+        if self.is_main_process:
+            logger.warning(
+                f"burst_mcore: no sequence is shared, each of {self.num_processes} processes has its own: "
+                f"give the Trainer or Accelerator a ParallelismConfig with {' or '.join(called)}, or set "
+                f"ACCELERATE_USE_PARALLELISM_CONFIG=true and PARALLELISM_CONFIG_{called[0].upper()}"
+            )
+    return prepare(self, *args, **kwargs)
+
+
+def _refuse_other_groups(accelerator: Any, setting: str, size: int, called: list[str]) -> None:
+    """Raise RefusedError if `setting` asks for what was not replaced, or Accelerate uses another engine."""
+    if setting not in called:
+        (other,) = called
+        raise RefusedError(
+            "configuration",
+            f"{setting}={size} needs {CALLS[setting]}, and {CALLS[other]} was called: call the first, or "
+            f"write {other}={size}",
+        )
+    if setting == "sp_size" and accelerator.distributed_type != "DEEPSPEED":
+        raise RefusedError(
+            "configuration",
+            f"sp_size={size} needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a "
+            "DeepSpeedPlugin",
+        )
+    if setting == "cp_size" and accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
+        text = f"cp_size={size} needs FSDP2, and FSDP 1 was asked for: write fsdp_version 2"
+        raise RefusedError("configuration", text)
 
 
 @around

@@ -41,6 +41,14 @@ def model_of(kind="Llama", heads=4, kv_heads=2, **options):
     return model.train()
 
 
+def hybrid_of():
+    """A gated delta rule and an attention layer."""
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    dims = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    types = ["linear_attention", "full_attention"]
+    return model_of("OlmoHybrid", layer_types=types, **heads, **dims)
+
+
 def dataset(count, tokens=40, seed=1, ignored=0.2):
     """Samples whose labels are ignored here and there; the first has none for most of it."""
     generator = torch.Generator().manual_seed(seed)

@@ -145,8 +145,10 @@ def assert_sinks_as_exact_as(got: Tensor, bar: Tensor, want: Tensor, terms: Tens
     assert worst <= 1, f"a sink's gradient is {worst:.2f} times as inexact as allowed: {got}, {want}"
 
 
-def assert_as_exact_as(got: Result, bar: Result, want: Result, times: float = 2.0) -> None:
-    """Each error at most `times` that of `bar`, or of half an ulp where `bar` is closer by luck."""
+def assert_as_exact_as(
+    got: Result, bar: Result, want: Result, times: float = 2.0, roundings: int = 1
+) -> None:
+    """Each error at most `times` that of `bar`, or of `roundings`, of half an ulp each, if `bar` has luck."""
     for name in Result._fields:
         g, b, w = getattr(got, name), getattr(bar, name), getattr(want, name)
         if w.norm() < 1e-10:  # such as dq where every query sees one key: there is nothing to be relative to
@@ -154,5 +156,5 @@ def assert_as_exact_as(got: Result, bar: Result, want: Result, times: float = 2.
             allowed = times * max(b.double().norm().item(), torch.finfo(g.dtype).eps * g.numel() ** 0.5)
             assert g.double().norm() <= allowed, f"{name} is not 0: {g.double().norm()} > {allowed}"
             continue
-        allowed = times * max(error(b, w), torch.finfo(g.dtype).eps / 2)
+        allowed = times * max(error(b, w), roundings * torch.finfo(g.dtype).eps / 2)
         assert error(g, w) <= allowed, f"{name}: {error(g, w):.3e} > {allowed:.3e} = {times} x the kernel's"

@@ -57,7 +57,10 @@ def _samples(rank, size, intra, seeds):
             if not (isinstance(policy, Segment) or reentrant):
                 assert all(map(torch.equal, got, plain))
             whole = _gathered(got, size, config.layout)
-            assert_as_exact_as(whole, single_kernel(p, KERNELS["aten-cpu"], mask), dense(p, mask))
+            # With a gradient of lse, backward forms scores of 8 more columns than forward its lse: where a
+            # row sees one key, exp(score - lse) is not 1 but rounded.
+            bar, roundings = single_kernel(p, KERNELS["aten-cpu"], mask), 2 if reentrant else 1
+            assert_as_exact_as(whole, bar, dense(p, mask), roundings=roundings)
         except Exception as error:
             raise AssertionError(
                 f"seed {seed}: n={p.q.shape[1]} {mask} {config} {policy}: {error}"

@@ -7,7 +7,7 @@ import pytest
 import recipes
 import torch
 import torch.distributed as dist
-from causal_lms import THREE_STEPS, VOCABULARY, dataset, model_of, worst
+from causal_lms import THREE_STEPS, VOCABULARY, dataset, hybrid_of, model_of, worst
 from loops import whole_weights
 from ranks import processes
 from trl_data import preferences, texts, tokenizer, words
@@ -78,16 +78,18 @@ def _in_halves(samples):
     return collated(halves)
 
 
-def _trained(folder, cp, data, *, metrics=None, resumed=False, ends=(), halves=False, **options):
+def _trained(
+    folder, cp, data, *, metrics=None, resumed=False, ends=(), halves=False, hybrid=False, **options
+):
     """(figures by name, weights).
 
     ends: (rows, rows of a batch) of further evaluations; halves: whether one more has two rows a sample.
     """
     from transformers import Trainer
 
-    folder = f"{folder}/{cp}"
+    folder, model = f"{folder}/{cp}", hybrid_of() if hybrid else model_of()
     trainer = Trainer(
-        model_of(), _arguments(folder, cp, **options), train_dataset=data, eval_dataset=data[:3],
+        model, _arguments(folder, cp, **options), train_dataset=data, eval_dataset=data[:3],
         data_collator=collated, compute_metrics=metrics,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumed else None)
@@ -108,10 +110,10 @@ def _trained(folder, cp, data, *, metrics=None, resumed=False, ends=(), halves=F
 def _of_ranks(rank, size, folder, cases):
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     _have_fsdp_on_cpus()
-    replace_context_parallel(config={"layout": "striped"})
     found = []
     for options in cases:
         _forget()
+        replace_context_parallel(config={"layout": "zigzag" if "hybrid" in options else "striped"})
         found.append(_trained(folder, CP, **options))
     _forget()
     with pytest.raises(RefusedError, match=r"\(loss\): label_smoothing_factor is not served"):
@@ -155,7 +157,8 @@ def test_options_that_are_none(options, error):
 
 def test_a_trainer(tmp_path):
     options = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
-    _held(str(tmp_path), 2, {"data": dataset(8, tokens=37), "metrics": _accuracy, "halves": True, **options})
+    whole = {"data": dataset(8, tokens=37), "metrics": _accuracy, "halves": True, **options}
+    _held(str(tmp_path), 2, whole, {"data": dataset(3), "hybrid": True})
 
 
 @pytest.mark.slow
@@ -177,14 +180,14 @@ def test_more_of_a_trainer(tmp_path):
     )  # replicas have other numbers of labels, and each step but the first comes after an evaluation
 
 
-def _trl(folder, cp, kind, **options):
+def _trl(folder, cp, kind, hybrid=False, **options):
     """(losses and a metric of training, those of an evaluation), weights."""
     import trl
     from datasets import Dataset
 
     config, trainer_of = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
     make, metric = (texts, "mean_token_accuracy") if kind == "SFT" else (preferences, "rewards/margins")
-    model, others = model_of(), {}
+    model, others = hybrid_of() if hybrid else model_of(), {}
     if kind == "DPO":
         others["ref_model"] = model_of()
         with torch.no_grad():
@@ -194,6 +197,7 @@ def _trl(folder, cp, kind, **options):
         train_dataset=Dataset.from_list(make(24)), eval_dataset=Dataset.from_list(make(5)),
         processing_class=tokenizer(), **others,
     )  # fmt: skip
+    assert getattr(trainer.args, "packing", False) == options.get("packing", False)
     trainer.train()
     evaluated = trainer.evaluate()
     history = trainer.state.log_history
@@ -216,6 +220,8 @@ def _trl_of_ranks(rank, size, folder, kind, options):
     [
         ("SFT", 2, {"gradient_accumulation_steps": 2}),
         ("SFT", 2, {"per_device_train_batch_size": 2, "padding_free": True, "max_length": None}),
+        ("SFT", 2, {"packing": True, "eval_packing": True, "per_device_eval_batch_size": 2}),
+        ("SFT", 2, {"hybrid": True}),
         ("SFT", 4, {"per_device_eval_batch_size": 2}),
         ("DPO", 2, {"per_device_train_batch_size": 2}),
     ],

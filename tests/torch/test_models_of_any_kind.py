@@ -258,14 +258,23 @@ import sys
 from accelerate import Accelerator
 from beside_it import NAME
 assert __name__ == "__main__"
-print(NAME, sys.argv[1:], inspect.getclosurevars(Accelerator._prepare_cp).nonlocals["function"].__module__)
+here = [getattr(Accelerator, name) for name in ("_prepare_cp", "_prepare_deepspeed")]
+ours = [inspect.getclosurevars(x).nonlocals["function"].__module__ for x in here if hasattr(x, "__wrapped__")]
+print(NAME, sys.argv[1:], *ours)
 """
 
 
-def _launched(*words, folder):
+LAUNCHERS = {
+    "burst_mcore.torch": "burst_mcore.torch.accelerate",
+    "burst_mcore.deepspeed": "burst_mcore.deepspeed.accelerate.model",
+}
+"""By launcher, whose functions stand in Accelerate."""
+
+
+def _launched(*words, folder, launcher="burst_mcore.torch", path=""):
     return limits.run(
-        [sys.executable, "-W", "ignore", "-m", "burst_mcore.torch", *words],
-        cwd=folder, env={"PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])},
+        [sys.executable, "-W", "ignore", "-m", launcher, *words], cwd=folder,
+        env={"PATH": path, "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{folder}"},
     )  # fmt: skip
 
 
@@ -281,6 +290,32 @@ def test_the_launcher(tmp_path, way):
     done = _launched(*words, "--lr", "1", folder=where)
     assert done.stdout.startswith("mine ['--lr', '1']"), done.stderr
     assert done.stdout.strip().endswith("burst_mcore.torch.accelerate")
+
+
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("burst_mcore.torch", marks=pytest.mark.slow), "burst_mcore.deepspeed"]
+)
+def test_a_command_that_starts_ranks_itself(tmp_path, launcher):
+    """A command of an installed package starts torchrun, as `trl sft` does: its ranks find ours too."""
+    if launcher == "burst_mcore.deepspeed":
+        pytest.importorskip("deepspeed")
+    pytest.importorskip("accelerate")
+    (tmp_path / "train_mine.py").write_text(SCRIPT)
+    (tmp_path / "beside_it.py").write_text("import os\nNAME = 'rank ' + os.environ['RANK']")
+    installed = tmp_path / "mine-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[console_scripts]\ntrain-mine = my_command:main\n")
+    (tmp_path / "my_command.py").write_text(
+        "import subprocess, sys\ndef main():\n"
+        "    start = [sys.executable, *'-m torch.distributed.run --standalone --nproc-per-node 2'.split()]\n"
+        "    return 7 + subprocess.call([*start, 'train_mine.py', *sys.argv[1:]])\n"
+    )
+    done = _launched("train-mine", "--lr", "1", folder=tmp_path, launcher=launcher, path=os.defpath)
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == [
+        f"rank {rank} ['--lr', '1'] {LAUNCHERS[launcher]}" for rank in range(2)
+    ], done.stderr
+    assert done.returncode == 7
 
 
 @pytest.mark.slow
@@ -315,7 +350,8 @@ def test_accelerate_launch_starts_the_launcher(tmp_path):
 )
 def test_the_launcher_without_a_script(tmp_path, words):
     done = _launched(*words, folder=tmp_path)
-    assert done.returncode != 0
-    assert "usage: python -m burst_mcore.torch SCRIPT [ARGUMENTS]" in done.stderr
-    assert ("no such" in done.stderr) == any("missing" in word for word in words)
+    assert (done.returncode == 0) == (words == ["--help"])
+    missing = any("missing" in word for word in words)
+    said = "no such" if missing else "usage: python -m burst_mcore.torch SCRIPT [ARGUMENTS]"
+    assert said in done.stdout + done.stderr and ("no such" in done.stderr) == missing
     assert "Traceback" not in done.stderr

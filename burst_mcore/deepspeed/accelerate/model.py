@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from burst_mcore.deepspeed.accelerate.loader import deal_for
 from burst_mcore.deepspeed.config.refusals import refuse_config
 from burst_mcore.deepspeed.config.section import Section, section_of
 from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
+from burst_mcore.deepspeed.ranks.cpu import without_builds
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.transformers.agreement import on_all_ranks
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.wrap import around
+
+
+@around
+def without_compilers(own: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """Accelerator._prepare_deepspeed: on CPUs optimizers stay torch's, also with offload_optimizer."""
+    config = self.deepspeed_plugin.deepspeed_config
+    config.update(without_builds(config))
+    return own(self, *args)
 
 
 class BurstSPAttentionHF:

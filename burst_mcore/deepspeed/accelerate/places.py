@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, dealing_to_groups, skipping
-from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF
+from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF, without_compilers
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
 from burst_mcore.transformers.errors import refuse_versions
-from burst_mcore.wrap import Replaced
+from burst_mcore.transformers.trainer import REPLACED
 
 
 def replace_ulysses() -> None:
@@ -30,7 +30,7 @@ def restore_ulysses() -> None:
     _replaced.restore()
 
 
-_replaced = Replaced()
+_replaced = REPLACED["sp_size"]
 
 
 def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -50,6 +50,9 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
         *((module, "prepare_data_loader", dealing_to_groups) for module in (data_loader, accelerator)),
         *((module, name, skipping) for module in skippers),
+        (accelerator, "_refuse_recurrent_layers_under_sequence_parallelism", lambda _: lambda model: None),
+        (accelerator.Accelerator, "prepare", shared.with_groups),
+        (accelerator.Accelerator, "_prepare_deepspeed", without_compilers),
         (accelerator.Accelerator, "gather", gathered.gathering_all),
         (accelerator.Accelerator, "gather_for_metrics", gathered.gathering),
         (trainer.Trainer, "__init__", ours.counting_tokens),

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.layout import shard
 from burst_mcore.mask import Mask
 from burst_mcore.transformers.errors import RefusedError
 
@@ -62,7 +61,6 @@ class BurstDistributedAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         batch_dim_idx: int,
-        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
@@ -71,37 +69,25 @@ class BurstDistributedAttention(nn.Module):
         Args:
             query: [local tokens, batch, heads, head_dim], or with the batch first (gather_idx 1).
             key, value: the same, of the K/V heads.
-            rotary_pos_emb: (cos, sin) [tokens of the whole sequence, 1, 1, head_dim], with the batch first.
-            args, kwargs: of the local attention: none that says something.
+            args, kwargs: of the local attention, rotary_pos_emb too: none that says something. Rotate q and k
+                before.
 
         Returns:
             As query.
         """
         if {batch_dim_idx, self.gather_idx} != {0, 1}:
             raise RefusedError("dimensions", f"tokens are in {self.gather_idx}, the batch in {batch_dim_idx}")
-        given = [f"argument {i + 6}" for i, x in enumerate(args) if x is not None]
+        given = [f"argument {i + 5}" for i, x in enumerate(args) if x is not None]
         given += [name for name, x in kwargs.items() if x is not None]
         if given:
             raise RefusedError(
                 "arguments",
-                f"{', '.join(given)} for the local attention, which is not called: give mask= instead",
+                f"{', '.join(given)} for the local attention, which is not called: give mask=, rotate q, k",
             )
-        if rotary_pos_emb is not None:
-            query, key = self._rotated(query, key, rotary_pos_emb)
         q, k, v = (x if batch_dim_idx == 0 else x.transpose(0, 1) for x in (query, key, value))
         out = burst_attention(q, k, v, topology=self.topology, mask=self.mask, config=self.config)
         assert isinstance(out, Tensor)
         return out if batch_dim_idx == 0 else out.transpose(0, 1)
-
-    def _rotated(self, query: Tensor, key: Tensor, embedding: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        from deepspeed.sequence.layer import apply_rotary_pos_emb
-
-        if self.gather_idx != 1:
-            raise RefusedError("dimensions", "rotary_pos_emb needs q, k, v with batch first (gather_idx 1)")
-        ring = self.topology
-        at: dict[str, Any] = {"rank": ring.rank, "size": ring.size, "layout": self.config.layout}
-        cos, sin = (shard(x, 0, **at).permute(1, 0, 2, 3) for x in embedding)
-        return apply_rotary_pos_emb(query, cos, sin), apply_rotary_pos_emb(key, cos, sin)
 
 
 def _refuse_dropout(local_attention: Any) -> None:

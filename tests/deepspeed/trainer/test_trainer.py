@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from causal_lms import THREE_STEPS
+from causal_lms import THREE_STEPS, hybrid_of
 from engines import SMALL, dataset, model_of, quiet, worst
 from ranks import processes
 
@@ -15,12 +15,12 @@ from burst_mcore.transformers.errors import RefusedError
 pytest.importorskip("accelerate")
 
 
-def sections(stage=2, **section):
+def sections(stage=2, zero=(), **section):
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage, **SMALL},
+        "zero_optimization": {"stage": stage, **SMALL, **dict(zero)},
         "zero_allow_untested_optimizer": True,
         "burst_attention": {"layout": "striped", **section},
     }
@@ -46,12 +46,12 @@ def forget():
         state._reset_state()
 
 
-def arguments_of(folder, sp, *, kind=None, stage=2, section=None, **options):
+def arguments_of(folder, sp, *, kind=None, stage=2, zero=(), section=None, **options):
     """TrainingArguments: with sp None those of plain training in one process."""
     from transformers import TrainingArguments
 
     if sp is not None:
-        options["deepspeed"] = sections(stage, **(section or {}))
+        options["deepspeed"] = sections(stage, zero, **(section or {}))
         options["parallelism_config"] = parallelism(sp)
     return (kind or TrainingArguments)(**{"output_dir": folder, **THREE_STEPS, **options})
 
@@ -150,8 +150,15 @@ def plain(rank, size, calls):
     return [trained(**call) for call in calls]
 
 
+def _compiles(self, *_):
+    raise AssertionError(f"DeepSpeed compiles {self.name}")
+
+
 def sharded(rank, size, sp, calls):
+    from deepspeed.ops.op_builder import OpBuilder
+
     quiet()
+    OpBuilder.jit_load = _compiles
     burst.replace_ulysses()
     return [trained(sp=sp, **{**call, "folder": f"{call['folder']}/{rank}"}) for call in calls]
 
@@ -229,6 +236,14 @@ OTHERS = {
     "flattened rows": {
         "data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2,
         "include_num_input_tokens_seen": "all",
+    },
+    "a hybrid": {
+        "data": ROWS, "model": hybrid_of, "per_device_train_batch_size": 2, "evaluated": ROWS[:3],
+        "section": {"layout": "zigzag"},
+    },
+    "offload": {
+        "data": UNEQUAL, "optim": "adamw_torch", "learning_rate": 1e-3,
+        "zero": {"offload_optimizer": {"device": "cpu"}},
     },
     "equal labels": {"data": [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in UNEQUAL]},
 }  # fmt: skip

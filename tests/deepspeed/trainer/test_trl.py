@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from causal_lms import hybrid_of
 from engines import model_of, quiet, worst
 from ranks import processes
 from test_trainer import accuracy, arguments_of, forget, log_of, weights
@@ -23,11 +24,11 @@ def _adapters(lora):
     return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None
 
 
-def sft(folder, sp, *, compute_metrics=None, lora=False, **options):
+def sft(folder, sp, *, compute_metrics=None, lora=False, hybrid=False, **options):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    model = model_of()
+    model = hybrid_of() if hybrid else model_of()
     trainer = SFTTrainer(
         model, arguments_of(folder, sp, kind=SFTConfig, bf16=False, **{"max_length": 48, **options}),
         train_dataset=Dataset.from_list(texts(24)), eval_dataset=Dataset.from_list(texts(5)),
@@ -115,6 +116,7 @@ CASES = {
         {"padding_free": True, "max_length": None, **ROWS},
     ),
     "SFT, padding-free, LoRA": ("sft", {"padding_free": True, "max_length": None, "lora": True, **ROWS}),
+    "SFT, a hybrid": ("sft", {"hybrid": True, "section": {"layout": "zigzag"}}),
     "DPO": ("dpo", {"gradient_accumulation_steps": 2}),
     "DPO, rows padded": ("dpo", {**ROWS, "beta": 0.5, "per_device_eval_batch_size": 3}),
     "DPO, LoRA": ("dpo", {"lora": True}),
@@ -184,7 +186,7 @@ def test_other_trainers_are_refused_by_their_names(tmp_path):
             assert said.startswith(f"refused (trainer): {name} is not served") and "SFTTrainer" in said
 
 
-FEW = ("SFT, packed", "SFT, padding-free, LoRA", "DPO, rows padded", "KTO")
+FEW = ("SFT, packed", "SFT, a hybrid", "SFT, padding-free, LoRA", "DPO, rows padded", "KTO")
 
 
 @pytest.mark.parametrize(
