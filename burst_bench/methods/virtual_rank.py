@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.numerics.latent import Expansion
+from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
@@ -167,7 +168,12 @@ class VirtualRank:
         return Expansion(self.up, range(self.shape.heads), self.shape.value_dim)
 
     def forward(self) -> Attended:
-        return forward(self.call, self.transport, Inputs(self.q, self.k, self.v, expansion=self.expansion))
+        return forward(self.call, self.transport, Inputs(self.q, self.on_ring(self.k, self.v)))
+
+    def on_ring(self, k: Tensor, v: Tensor) -> Keys:
+        """Return the key side of a pass: K and V, or the latent and the rope key."""
+        expansion = self.expansion
+        return Keys(k, v) if expansion is None else Keys(k, v, partial(LatentBlocks, expansion))
 
     def queries(self, done: Attended) -> Queries:
         """Return the query side of its backward, for which D is formed."""
@@ -175,8 +181,8 @@ class VirtualRank:
 
     def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
         """Run this rank's backward, D included."""
-        keys = Keys(done.k, done.v)
-        return backward(self.call, self.transport, self.queries(done), keys, done.out, self.expansion)
+        keys = self.on_ring(done.k, done.v)
+        return backward(self.call, self.transport, self.queries(done), keys, done.out)
 
     def tiles(self, pass_: Pass) -> list[Tile]:
         return [tile for tiles in self.call.tiles_of_pass(pass_) for tile in tiles]
@@ -186,12 +192,12 @@ class VirtualRank:
         return sum(tile.pattern.pairs for tile in self.tiles(Pass.FORWARD))
 
     def bare_forward(self) -> None:
-        Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, *self.keys, self.dout)).forward()
+        Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, *self.keys.tensors, self.dout)).forward()
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
         """Run the kernel alone on the tiles of the backward, with its `queries`; out stands for itself."""
         for tile in self.tiles(self.call.direction):
             q, dout, delta, lse = (gather(x, tile.q) for x in queries)
-            k, v = (gather(x, tile.k) for x in self.keys)
+            k, v = (gather(x, tile.k) for x in self.keys.tensors)
             inputs = BackwardInputs(dout, q, k, v, gather(out, tile.q), lse, delta)
             self.call.kernel.backward(inputs, tile.pattern, self.call.scores)

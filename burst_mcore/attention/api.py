@@ -33,6 +33,7 @@ from burst_mcore.dtypes import autocast
 from burst_mcore.mask import Mask
 from burst_mcore.words import no_argument
 
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 _CONFIG = BurstConfig()
 """The config of calls without one: made once, since a compiled graph cannot make it."""
 
@@ -133,7 +134,8 @@ def _attended(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tenso
     else:
         with refusing(agreement_of(options.topology)):
             request = validate(tensors, options)
-        if entered.in_checkpoint or not is_in_torch_dispatch_mode():
+        plain = all([type(x) in _PLAIN for x in tensors])  # a subclass is unwrapped by the dispatcher
+        if entered.in_checkpoint or (plain and not is_in_torch_dispatch_mode()):
             return attend(tensors, request, options.topology)
         keyed = Keyed(options)  # alive until the operator is done
         key = keyed.key

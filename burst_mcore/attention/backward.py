@@ -1,4 +1,4 @@
-"""Backward: one side travels, its gradient a step behind; the other side's gradient stays (algorithms 1, 2).
+"""Backward: one side rotates, its gradient a ring step behind; the other side's stays (algorithms 1, 2).
 
 Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
 or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistics lse and delta [B, H, S or
@@ -7,19 +7,19 @@ P].
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.call import Call, Keys, Queries, sendable
+from burst_mcore.attention.call import Call, Keys, Queries, Tiles, sendable
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
-from burst_mcore.attention.numerics.latent import ExpandedKeys, Expansion
-from burst_mcore.attention.numerics.merge import GradientSum, GradientSums, Held, KeysOf, WaitingShares
+from burst_mcore.attention.numerics.merge import GradientShare, GradientSum, GradientSums, Held, WaitingShares
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
@@ -28,12 +28,7 @@ from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 
 
 def backward(
-    call: Call,
-    transport: Transport,
-    queries: Queries,
-    keys: Keys,
-    out: Tensor,
-    expansion: Expansion | None = None,
+    call: Call, transport: Transport, queries: Queries, keys: Keys, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), in the dtypes of q, k and v.
 
@@ -41,122 +36,80 @@ def backward(
         call: the call of the forward.
         queries: q and lse as on the ring, dout and delta of the rank's own rows.
         keys: k and v as on the ring.
-        out: the output of the rank's own rows; it never travels.
-        expansion: where the latent travels, its weights. k and v are then the latent and the rope key.
+        out: the output of the rank's own rows; it never rotates.
     """
+    known: Tensor | None = out
+    inward: dict[Kind, Exchange] = {}
     with Lease() as lease:
-        return _Backward(call, queries, keys, out, lease, expansion).run(transport)
-
-
-class _Backward:
-    def __init__(
-        self, call: Call, queries: Queries, keys: Keys, out: Tensor, lease: Lease, expansion: Expansion | None
-    ) -> None:
-        self.call, self.pass_, self.lease = call, call.direction, lease
-        self.query_travels = self.pass_ == Pass.QUERY
-        self.out: Tensor | None = out
-        """The output of the queries on the ring, where it is known."""
-        self.inward: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
-            self.out = None
-            own, group = (queries.dout, queries.delta), call.head_group
-            dout, delta = (lease.empty(pooled_like(x, group), x.dtype, x.device) for x in own)
-            kind = Kind.BUNDLE if self.query_travels else Kind.ROWS
-            self.inward = {kind: Inward(group, own, (dout, delta), lease)}
+            own, known = (queries.dout, queries.delta), None
+            dout, delta = (lease.empty(pooled_like(x, call.head_group), x.dtype, x.device) for x in own)
+            kind = Kind.BUNDLE if call.direction == Pass.QUERY else Kind.ROWS
+            inward = {kind: Inward(call.head_group, own, (dout, delta), lease)}
             queries = queries._replace(dout=dout, delta=delta)
-        self.queries, self.keys = queries, keys
+        direction = _QueriesRotate if call.direction == Pass.QUERY else _KeysRotate
+        return direction(call, queries, keys, known, lease).run(transport, inward)
+
+
+class _Backward(ABC):
+    """The backward of one rank.
+
+    Of a tile, with P = exp(S - LSE) and D = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - D),
+    dQ = scale dS K and dK = scale dS^T Q.
+    """
+
+    pass_: ClassVar[Pass]
+
+    def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor | None, lease: Lease) -> None:
+        self.call, self.lease, self.out = call, lease, out
+        self.queries, self.keys, self.blocks = queries, keys, keys.blocks()
         """As on the ring."""
-        self.home: Bundle
-        self.home, stays = (queries, keys) if self.query_travels else (keys, queries)
-        self.returned = GradientSums(self.differentiated(self.home))
-        """Of the rank's own travelling bundle: its own share, and the sums of others that come home."""
-        self.staying = GradientSums(stays if self.query_travels else stays[:1])
-        self.stays: Held[Any] = Held(None, stays, self.staying, None if self.query_travels else self.out)
-        """The rows that stay here."""
-        self.keys_of = KeysOf() if expansion is None else ExpandedKeys(expansion)
+        self.returned = GradientSums(self.rotating[1])
+        """Of the rank's own rotating block: its own share, and the sums of others that come home."""
+        self.staying = GradientSums(self.rotating[2])
         self.waiting = WaitingShares()
 
-    def run(self, transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
-        outward = self.outward() if self.inward else {}
-        exchanges = {**self.inward, **outward}
-        home = sendable(self.call, self.home)
-        ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
+    @property
+    @abstractmethod
+    def rotating(self) -> tuple[Bundle, Bundle, Bundle]:
+        """Return what rotates, the tensors in it that have a gradient, and those that stay and have one."""
+
+    @abstractmethod
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+        """Add the gradients of a received block and of the rows that stay, tile by tile."""
+
+    def run(self, transport: Transport, inward: Mapping[Kind, Exchange]) -> tuple[Tensor, Tensor, Tensor]:
+        outward = self.outward() if inward else {}
+        home = sendable(self.call, self.rotating[0])
+        ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, {**inward, **outward})
         self.call.prepare(self.pass_, self.queries.q.device)
         ring.run(self.call.bound(self.pass_), self.compute, self.accumulate, self.keep)
         if outward:
-            travelled, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
+            rotated, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
-            travelled = tuple(self.lease.keep(total) for total in self.returned.results())
-            self.keys_of.close(self.call.position)
+            rotated = tuple(self.lease.keep(total) for total in self.returned.results())
+            self.blocks.close(self.call.position, is_last=lambda: True)
             stayed = self.staying.results()
-        dq, dk, dv = (*travelled, *stayed) if self.query_travels else (*stayed, *travelled)
+        dq, dk, dv = (*rotated, *stayed) if self.pass_ == Pass.QUERY else (*stayed, *rotated)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
-    def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
-        """Compute gradients of one bundle and of rows that stay, or a member's share, tile by tile."""
-        out = self.out if self.query_travels and action.source == self.call.position else None
-        travels: Held[Any] = Held(rows, bundle, self.waiting, out)
-        q, k = (travels, self.stays) if self.query_travels else (self.stays, travels)
-        k_at = self.call.position if self.query_travels else action.source
-        met = self.call.tiles_of(self.pass_, action)
-        if met:
-            k = self.keys_of.of(k_at, k, partial(self.keys_read, k_at))
-            q = q if action.part is not None else self.with_output(q, met)
-        for tile in met:
-            of_queries, of_keys = self.call.kernel.shares(
-                self.inputs(q, k, tile), tile.pattern, self.call.scores, queries_travel=self.query_travels,
-                large=self.is_large(action, k, tile),
-            )  # fmt: skip
-            sides = (k.sums, tile.k, of_keys), (q.sums, tile.q, of_queries)
-            for sums, its_rows, share in sides if self.query_travels else sides[::-1]:
-                sums.take(its_rows, share)  # of the side that stays first: it may make the other
-            del of_queries, of_keys, sides, share  # their memory is free before the next launch
-        if not self.query_travels and self.keys_of.expands and self.call.is_last(self.pass_, action):
-            self.keys_of.close(k_at)
-
-    def differentiated(self, bundle: Bundle) -> Bundle:
-        """Return the tensors of a travelling bundle that have a gradient: Q, or K and V."""
-        return bundle[:1] if self.query_travels else bundle
-
-    def keys_read(self, k_at: int) -> Rows:
-        """Return the rows of a latent to expand: of home, where it stays, all; else those that are met."""
-        return (range(self.keys.k.shape[1]),) if self.query_travels else self.call.keys_met(k_at)
-
-    def is_large(self, action: Compute, k: Held[Any], tile: Tile) -> bool:
-        """Return whether a tile of another rank's queries has results that are large, and added at once.
-
-        A gradient of the rank's own queries waits until the end: whole, in their dtype.
-        """
-        keys, comes = k.bundle[0], self.query_travels and action.source != self.call.position
-        large = 4 * min(tile.pattern.shape) > keys.shape[1] and keys.nbytes > GradientSum.waiting_bytes
-        return comes and large and all([len(x) == x[0].step == 1 for x in tile[:2]])
-
-    def with_output(self, q: Held[Any], met: Sequence[Tile]) -> Held[Any]:
-        """Return queries with their output, or its stand-in for several tiles, where the kernel reads it."""
-        if self.call.kernel.takes_delta or q.out is not None or (self.query_travels and len(met) == 1):
-            return q
-        queries = Queries(*q.bundle)
-        if not self.query_travels:  # their output serves all bundles
-            self.stays = q._replace(out=output_stand_in(queries.dout, queries.delta))
-            return self.stays
-        stand_in = torch.empty_like(queries.dout)
-        for span in spans(tuple([relative_to(q.rows, tile.q) for tile in met])):
-            output_stand_in(*[gather(x, (span,)) for x in (queries.dout, queries.delta, stand_in)])
-        return q._replace(out=stand_in)
-
-    def inputs(self, q: Held[Any], k: Held[Any], tile: Tile) -> BackwardInputs:
-        """Return the inputs of a tile's backward, without an output where it is not known."""
+    def gradients(
+        self, q: Held[Any], k: Held[Any], tile: Tile, *, large: bool = False
+    ) -> tuple[GradientShare, GradientShare]:
+        """Return a tile's dQ, and its dK and dV; those of the side that stays must be taken first."""
         q_rows, k_rows = relative_to(q.rows, tile.q), relative_to(k.rows, tile.k)
         queries = Queries(*[gather(x, q_rows) for x in q.bundle])
         out = None if q.out is None or self.call.kernel.takes_delta else gather(q.out, q_rows)
         keys, values = [gather(x, k_rows) for x in k.bundle]
-        return BackwardInputs(queries.dout, queries.q, keys, values, out, queries.lse, queries.delta)
+        inputs = BackwardInputs(queries.dout, queries.q, keys, values, out, queries.lse, queries.delta)
+        rotate, scores = self.pass_ == Pass.QUERY, self.call.scores
+        return self.call.kernel.shares(inputs, tile.pattern, scores, queries_travel=rotate, large=large)
 
     def accumulate(self, sums: Bundle, rows: Rows | None, first: bool, total: Bundle | None) -> None:
-        """Add the shares of the last compute to the travelling sums, which have arrived meanwhile.
+        """Add the shares of the last compute to the rotating sums, which have arrived meanwhile.
 
-        A kernel that adds in place, and not all at once, computes the travelling share only now. The hop of
-        the sums was hidden behind the share that stays.
+        A kernel that adds in place, and not all at once, computes the rotating share only now. Receiving the
+        sums overlapped with computing the share that stays.
 
         total: where complete sums go, in the pass over memory that adds the last shares to them.
         """
@@ -172,31 +125,99 @@ class _Backward:
             self.returned.take((range(sums[0].shape[1]),) if rows is None else rows, sums)
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
-        """Return a buffer for these rows of a travelling bundle, or of its gradient."""
+        """Return a buffer for these rows of a rotating block, or of its gradient."""
+        block, differentiated, _ = self.rotating
         if kind == Kind.DATA:
-            return room_like(self.lease, self.home, rows)
+            return room_like(self.lease, block, rows)
         dtype = self.call.total_dtype if kind == Kind.TOTAL else self.call.grad_dtype
-        return room_like(self.lease, self.differentiated(self.home), rows, dtype)
+        return room_like(self.lease, differentiated, rows, dtype)
 
     def outward(self) -> Mapping[Kind, Outward]:
-        """Return the exchanges out of the head group, for the gradients that stay and that travelled."""
-        q, (k, v), h = self.queries.q, self.keys, self.call.route.heads
+        """Return the exchanges out of the head group, for the gradients that stay and that rotated."""
+        q, h = self.queries.q, self.call.route.heads
         batch, pooled, heads, _ = q.shape
         group, shape = self.call.head_group, (batch, pooled // h)
         dq = (q.new_empty((*shape, heads * h, q.shape[-1])),)
         several = self.call.kv_heads < h  # members share a head: its gradient is their sum
         new = torch.zeros if several else torch.empty
-        dtype = self.call.grad_dtype if several else k.dtype
-        dkv = tuple(
-            new((*shape, self.call.kv_heads, x.shape[-1]), dtype=dtype, device=x.device) for x in (k, v)
-        )
-        travelled, stayed = (dq, dkv) if self.query_travels else (dkv, dq)
+        dtype = self.call.grad_dtype if several else self.keys.k.dtype
+        widths = [x.shape[-1] for x in self.keys.tensors]
+        dkv = tuple(new((*shape, self.call.kv_heads, n), dtype=dtype, device=q.device) for n in widths)
+        rotated, stayed = (dq, dkv) if self.pass_ == Pass.QUERY else (dkv, dq)
         return {
-            Kind.SUM: Outward(group, self.returned.put, travelled, self.lease),
+            Kind.SUM: Outward(group, self.returned.put, rotated, self.lease),
             Kind.RESULT: Outward(group, self.put_staying, stayed, self.lease),
         }
 
     def put_staying(self, rows: range, into: Bundle) -> None:
         """Write the gradients of some rows that stay."""
-        self.keys_of.hand_on(self.call.position, rows)
+        self.blocks.settle(self.call.position, rows)
         self.staying.put(rows, into)
+
+
+class _QueriesRotate(_Backward):
+    """Q, dO, D and LSE rotate, dQ follows; K and V stay (BurstAttention, algorithm 2)."""
+
+    pass_ = Pass.QUERY
+
+    @property
+    def rotating(self) -> tuple[Bundle, Bundle, Bundle]:
+        return self.queries, self.queries[:1], self.keys.tensors
+
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+        tiles, here = self.call.tiles_of(self.pass_, action), self.call.position
+        if not tiles:
+            return
+        is_own = action.source == here
+        keys: Held[Any] = Held(None, self.keys.tensors, self.staying)
+        keys = self.blocks.block(here, keys, lambda: (range(self.keys.k.shape[1]),))
+        queries: Held[Any] = Held(rows, received, self.waiting, self.out if is_own else None)
+        if len(tiles) > 1 and action.part is None:
+            queries = self.with_output(queries, tiles)
+        for tile in tiles:
+            large = not is_own and self.is_large(keys, tile)
+            dq, dkv = self.gradients(queries, keys, tile, large=large)
+            keys.sums.take(tile.k, dkv)
+            queries.sums.take(tile.q, dq)
+            del dq, dkv  # their memory is free before the next launch
+
+    def with_output(self, queries: Held[Any], tiles: Tiles) -> Held[Any]:
+        """Return received queries with a stand-in for O, made once for all tiles, if the kernel reads O."""
+        if self.call.kernel.takes_delta or queries.out is not None:
+            return queries
+        _, dout, delta, _ = queries.bundle
+        stand_in = torch.empty_like(dout)
+        for span in spans(tuple([relative_to(queries.rows, tile.q) for tile in tiles])):
+            output_stand_in(*[gather(x, (span,)) for x in (dout, delta, stand_in)])
+        return queries._replace(out=stand_in)
+
+    def is_large(self, keys: Held[Any], tile: Tile) -> bool:
+        """Return whether dK and dV of a tile of another rank's queries are large, and added at once."""
+        k = keys.bundle[0]
+        large = 4 * min(tile.pattern.shape) > k.shape[1] and k.nbytes > GradientSum.waiting_bytes
+        return large and all([len(x) == x[0].step == 1 for x in tile[:2]])
+
+
+class _KeysRotate(_Backward):
+    """K and V rotate, dK and dV follow; Q, dO, D and LSE stay (RingAttention, algorithm 1)."""
+
+    pass_ = Pass.KV
+
+    @property
+    def rotating(self) -> tuple[Bundle, Bundle, Bundle]:
+        return self.keys.tensors, self.keys.tensors, self.queries[:1]
+
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+        tiles = self.call.tiles_of(self.pass_, action)
+        if tiles:
+            if self.out is None and action.part is None and not self.call.kernel.takes_delta:
+                self.out = output_stand_in(self.queries.dout, self.queries.delta)  # for all blocks
+            queries: Held[Any] = Held(None, self.queries, self.staying, self.out)
+            keys: Held[Any] = Held(rows, received, self.waiting)
+            keys = self.blocks.block(action.source, keys, partial(self.call.keys_met, action.source))
+            for tile in tiles:
+                dq, dkv = self.gradients(queries, keys, tile)
+                queries.sums.take(tile.q, dq)
+                keys.sums.take(tile.k, dkv)
+                del dq, dkv  # their memory is free before the next launch
+        self.blocks.close(action.source, partial(self.call.is_last, self.pass_, action))

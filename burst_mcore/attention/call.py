@@ -6,7 +6,7 @@ or the pooled rows of a head group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.rows import Rows, spans
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
+from burst_mcore.attention.numerics.merge import KeyBlocks
 from burst_mcore.attention.runtime.binding import Bound, bind
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
@@ -134,9 +135,14 @@ class Call:
 
     def tiles_of(self, pass_: Pass, action: Compute) -> Tiles:
         """Return the tiles of one compute of a pass."""
-        if pass_ == Pass.QUERY:
-            return self.tiles(action.source, self.position, k_part=action.part)
-        return self.tiles(self.position, action.source, q_part=action.part)
+        key = pass_, action.source, action.part
+        if key not in self._tiles:
+            rows = action.source, self.position
+            if pass_ == Pass.QUERY:
+                self._tiles[key] = self.tiles(*rows, k_part=action.part)
+            else:
+                self._tiles[key] = self.tiles(*reversed(rows), q_part=action.part)
+        return self._tiles[key]
 
     @cached_property
     def signature(self) -> Signature:
@@ -160,10 +166,17 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The key side; where the latent travels, it and the rope key."""
+    """The key side, as it rotates."""
 
     k: Tensor
     v: Tensor
+    blocks: Callable[[], KeyBlocks] = KeyBlocks
+    """Makes K and V of the blocks of a pass, where something else rotates for them."""
+
+    @property
+    def tensors(self) -> Bundle:
+        """What rotates."""
+        return self.k, self.v
 
 
 class Attended(NamedTuple):

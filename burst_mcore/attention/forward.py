@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.call import Attended, Call, sendable
+from burst_mcore.attention.call import Attended, Call, Keys, sendable
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
-from burst_mcore.attention.numerics.latent import ExpandedKeys, Expansion
-from burst_mcore.attention.numerics.merge import Held, KeysOf, OnlineSoftmax
+from burst_mcore.attention.geometry.tiles import Tile
+from burst_mcore.attention.numerics.merge import Held, OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
@@ -30,12 +30,9 @@ class Inputs(NamedTuple):
     """The tensors of a forward."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    keys: Keys
     sinks: Tensor | None = None
     """[H], a score of each head that takes part in every row's softmax, and brings no value."""
-    expansion: Expansion | None = None
-    """Where the latent travels, its weights. k and v are then the latent and the rope key."""
 
 
 def forward(call: Call, transport: Transport, inputs: Inputs) -> Attended:
@@ -46,22 +43,22 @@ def forward(call: Call, transport: Transport, inputs: Inputs) -> Attended:
 
 class _Forward:
     def __init__(self, call: Call, inputs: Inputs, lease: Lease) -> None:
-        q, k, v, sinks, expansion = inputs
-        self.call, self.lease, self.own = call, lease, (q, k, v)
+        q, keys, sinks = inputs
+        self.call, self.lease, self.own = call, lease, (q, *keys.tensors)
         self.inward: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
             group = call.head_group
             q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in self.own)
+            keys = keys._replace(k=k, v=v)
             self.inward = {
                 Kind.BUNDLE: Inward(group, self.own[1:], (k, v), lease),
                 Kind.ROWS: Inward(group, self.own[:1], (q,), lease),
             }
             if sinks is not None:
                 sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
-        self.q, self.k, self.v = q, k, v
+        self.q, self.keys, self.blocks = q, keys, keys.blocks()
         """As on the ring."""
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
-        self.keys_of = KeysOf() if expansion is None else ExpandedKeys(expansion)
         self.max_logit: Tensor | None = None
         if call.scores.max_logit:
             self.max_logit = q.new_full((q.shape[2],), -torch.inf, dtype=wide(q.dtype))
@@ -69,44 +66,50 @@ class _Forward:
     def run(self, transport: Transport) -> Attended:
         outward = self.outward() if self.inward else {}
         exchanges = {**self.inward, **outward}
-        home = sendable(self.call, (self.k, self.v))
+        home = sendable(self.call, self.keys.tensors)
         ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
         self.call.prepare(Pass.FORWARD, self.q.device)
         ring.run(self.call.bound(Pass.FORWARD), self.compute)
         if not outward:
             out, lse = self.softmax.result()
-            return Attended(out, lse, self.q, self.k, self.v, lse, self.max_logit)
+            return Attended(out, lse, self.q, self.keys.k, self.keys.v, lse, self.max_logit)
         out, *at_home = outward[Kind.RESULT].own
         lse_at_home = at_home[0] if at_home else None
-        ring_lse = self.softmax.lse()
-        return Attended(out, lse_at_home, self.q, self.k, self.v, ring_lse, self.of_all_heads())
+        ring_lse, max_logit = self.softmax.lse(), self.of_all_heads()
+        return Attended(out, lse_at_home, self.q, self.keys.k, self.keys.v, ring_lse, max_logit)
 
-    def compute(self, action: Compute, bundle: Bundle, rows: Rows | None) -> None:
-        """Attend queries, or a member's, to the keys of one bundle, tile by tile."""
-        kernel, scores = self.call.kernel, self.call.scores
-        met = self.call.tiles_of(Pass.FORWARD, action)
-        if met and self.keys_of.expands:
-            came: Held[Any] = Held(rows, bundle, None)
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+        """Attend queries, or a member's, to one KV block, tile by tile."""
+        tiles = self.call.tiles_of(Pass.FORWARD, action)
+        if tiles:
             read = partial(self.call.keys_met, action.source)
-            rows, bundle, *_ = self.keys_of.of(action.source, came, read)
-        k, v = bundle
-        for tile in met:
-            keys = relative_to(rows, tile.k)
-            tensors = gather(self.q, tile.q), gather(k, keys), gather(v, keys)
-            inputs = *tensors, tile.pattern, scores
-            running = self.softmax.running(tile.q) if kernel.in_place else None
-            largest: list[Tensor] = []  # of kernels that have the largest scores in passing
-            if kernel.in_place and running:
-                out, lse, fresh = running
-                kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
-            else:
-                out, lse, *largest = kernel.forward(*inputs)
-                self.softmax.add(tile.q, out, lse)
-            if self.max_logit is not None:
-                of_tile = largest[0] if largest else kernel.max_logit(*inputs)
-                self.max_logit = self.max_logit.maximum(of_tile)
-        if self.keys_of.expands and self.call.is_last(Pass.FORWARD, action):
-            self.keys_of.close(action.source, gradients=False)
+            keys = self.blocks.block(action.source, Held(rows, received, None), read)
+            for tile in tiles:
+                self.attend(tile, keys)
+        is_last = partial(self.call.is_last, Pass.FORWARD, action)
+        self.blocks.close(action.source, is_last, gradients=False)
+
+    def attend(self, tile: Tile, keys: Held[Any]) -> None:
+        """Merge the result of a tile, O = softmax(S) V and LSE of S = scale Q K^T, into the running softmax.
+
+        Of partial results 1 and 2 (algorithm 4): LSE = log(e^LSE1 + e^LSE2), O = e^(LSE1 - LSE) O1 +
+        e^(LSE2 - LSE) O2.
+        """
+        kernel, k_rows = self.call.kernel, relative_to(keys.rows, tile.k)
+        k, v = keys.bundle
+        tensors = gather(self.q, tile.q), gather(k, k_rows), gather(v, k_rows)
+        inputs = *tensors, tile.pattern, self.call.scores
+        running = self.softmax.running(tile.q) if kernel.in_place else None
+        largest: list[Tensor] = []  # of kernels that have the largest scores in passing
+        if kernel.in_place and running:
+            out, lse, fresh = running
+            kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
+        else:
+            out, lse, *largest = kernel.forward(*inputs)
+            self.softmax.add(tile.q, out, lse)
+        if self.max_logit is not None:
+            of_tile = largest[0] if largest else kernel.max_logit(*inputs)
+            self.max_logit = self.max_logit.maximum(of_tile)
 
     def of_all_heads(self) -> Tensor | None:
         """Return the largest scores with those of the heads of other members, if the call wants them."""
@@ -119,7 +122,7 @@ class _Forward:
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a travelling bundle."""
         assert kind == Kind.DATA
-        return room_like(self.lease, (self.k, self.v), rows)
+        return room_like(self.lease, self.keys.tensors, rows)
 
     def outward(self) -> dict[Kind, Outward]:
         """Return the exchange out of the head group, of results."""
@@ -160,7 +163,8 @@ def forward_of_head(
         )
     if cut == 0 and call.route.heads == 1:
         lse = lse.clone()
-        return Attended(out.clone(), lse, *inputs[:3], lse, max_logit)
+        keys = inputs.keys
+        return Attended(out.clone(), lse, inputs.q, keys.k, keys.v, lse, max_logit)
     attended = forward(replace(call, plan=call.plan.head(cut)), transport, inputs)
     _fill(attended.out, own, out)
     _fill(attended.ring_lse, on_ring, lse)

@@ -90,6 +90,7 @@ def test_the_host_takes_little_time_for_a_step(passes, name):
     assert min(times) / SIZE < CONSTANTS.call
 
 
+@pytest.mark.slow  # a time: test_a_call_of_one_token_runs_few_functions counts
 @pytest.mark.parametrize(("backward", "most"), [(False, 12), (True, 7)])
 def test_a_call_of_one_token_costs_the_host_a_multiple_of_sdpa(backward, most):
     """As ratios in one process; through torch's dispatcher, which a plain call goes past: 36 and 20."""
@@ -111,6 +112,29 @@ def test_a_call_of_one_token_costs_the_host_a_multiple_of_sdpa(backward, most):
             seconds.append(time.thread_time() - began)
     ours, theirs = (sorted(each)[20] for each in times)
     assert 1 < ours / theirs < most
+
+
+@pytest.mark.parametrize(("backward", "most"), [(False, 280), (True, 695)])
+def test_a_call_of_one_token_runs_few_functions(backward, most):
+    """Of Python and of C, whoever made them: a call of one rank, which plans nothing."""
+    tensors = [torch.randn(1, 1, 4, 64, requires_grad=True) for _ in range(3)]
+    topology, mask, events = Topology.single(), Mask.causal(), []
+
+    def step():
+        out = burst_attention(*tensors, topology=topology, mask=mask)
+        if backward:
+            out.backward(torch.ones_like(out))
+
+    step()
+    step()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: events.append(event))
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    calls = sum(event in ("call", "c_call") for event in events)
+    assert most / 2 < calls <= most, calls
 
 
 def test_a_program_is_bound_once(passes, monkeypatch):

@@ -26,6 +26,7 @@ from test_packages import _forward as _attend
 from torch import Tensor
 
 from burst_mcore import packages
+from burst_mcore.attention import api
 from burst_mcore.attention.kernels import shapes, table
 from burst_mcore.attention.kernels import triton as own
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace
@@ -291,6 +292,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(rows_triton, name, _OfLoss(getattr(rows_triton, name), function))
     kernel = replace(table.KERNELS["triton"], forward=_own_forward, backward=_own_backward, in_place=OWN)
     patch.setitem(table.KERNELS, "triton", kernel)
+    patch.setattr(api, "_PLAIN", (*api._PLAIN, CudaTensor))  # no operator: the way of a training step
 
 
 def _module(patch: pytest.MonkeyPatch, path: str, members: dict[str, Any]) -> None:

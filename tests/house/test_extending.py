@@ -375,7 +375,7 @@ def test_a_ring(extended):
             (ROUTE_IMPORT, f"{ROUTE_IMPORT}from burst_mcore.attention.schedule.eager import eager\n"),
             ("    mirrored: bool = False\n", "    mirrored: bool = False\n    eager: bool = False\n"),
             ("    if route.direct:\n        return", ROUTE_WRITER),
-            ("and not self.direct and self.rings", "and not self.direct and not self.eager and self.rings"),
+            ("> 2 and not self.direct", "> 2 and not self.direct and not self.eager"),
         ],
         "attention/autotune/ways.py": [('    if ring == "direct":', CHOICE)],
         "config.py": [('RINGS = ("auto", ', 'RINGS = ("auto", "eager", ')],

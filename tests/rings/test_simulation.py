@@ -3,7 +3,7 @@
 import gc
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import merge
-from burst_mcore.attention.numerics.latent import Expansion
+from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
+from burst_mcore.attention.numerics.merge import KeyBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.attention.schedule.route import Route, program, schedule
@@ -80,12 +81,13 @@ def simulate(
         rows = own[0].shape[1]
         q, k, v, dout = (pad(x, (0, 0, 0, 0, 0, call.rows - rows)) for x in own)
         inputs = [x.clone() for x in (q, k, v, dout)]
-        done = forward(call, carrier, Inputs(q, k, v, expansion=expansion))
+        blocks = KeyBlocks if expansion is None else partial(LatentBlocks, expansion)
+        done = forward(call, carrier, Inputs(q, Keys(k, v, blocks)))
         kept = [x for x in done if x is not None]
         saved = [x.clone() for x in kept]
         sent, carrier.sent = carrier.sent, type(carrier.sent)()
         queries = Queries(done.q, dout, row_delta(dout, done.out), done.ring_lse)
-        gradients = backward(call, carrier, queries, Keys(done.k, done.v), done.out, expansion)
+        gradients = backward(call, carrier, queries, Keys(done.k, done.v, blocks), done.out)
         for now, before in zip((q, k, v, dout, *kept), (*inputs, *saved), strict=True):
             assert torch.equal(now, before)  # neither the caller's nor the saved are ever written
         results = (done.out, done.lse.transpose(1, 2), *gradients)

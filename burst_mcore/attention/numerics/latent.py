@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
-from burst_mcore.attention.numerics.merge import GradientSums, Held, KeysOf
+from burst_mcore.attention.numerics.merge import GradientSums, Held, KeyBlocks
 from burst_mcore.attention.numerics.segments import KernelResults
 from burst_mcore.dtypes import wide
 
@@ -124,26 +124,24 @@ class _Expanded:
         self._latent.sums.take(rows, self._expansion.gradients(compressed, *gradients))
 
 
-class ExpandedKeys(KeysOf):
-    """K and V of the bundles of one pass, made of the latents that came in their place."""
-
-    expands = True
+class LatentBlocks(KeyBlocks):
+    """K and V of the blocks of one pass, made of the latents that came in their place."""
 
     def __init__(self, expansion: Expansion) -> None:
         self._expansion = expansion
         self._expanded: dict[int, _Expanded] = {}
 
-    def of(self, owner: int, bundle: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
+    def block(self, owner: int, received: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
         if owner not in self._expanded:
-            self._expanded[owner] = _Expanded(self._expansion, bundle, read())
+            self._expanded[owner] = _Expanded(self._expansion, received, read())
         return self._expanded[owner].keys
 
-    def hand_on(self, owner: int, span: range) -> None:
+    def settle(self, owner: int, span: range) -> None:
         if owner in self._expanded:
             self._expanded[owner].hand_on(span)
 
-    def close(self, owner: int, *, gradients: bool = True) -> None:
-        expanded = self._expanded.pop(owner, None)
+    def close(self, owner: int, is_last: Callable[[], bool], *, gradients: bool = True) -> None:
+        expanded = self._expanded.pop(owner, None) if is_last() else None
         if expanded and gradients:
             expanded.hand_on()
 

@@ -45,25 +45,23 @@ class Held(NamedTuple, Generic[AnySums]):
     """The output of queries in backward, or a stand-in for it, where it is known."""
 
 
-class KeysOf:
-    """K and V of the bundles of one pass: as they came, unless a latent came in their place."""
+class KeyBlocks:
+    """K and V of the blocks that a pass receives: as they came. `LatentBlocks` makes them of latents."""
 
-    expands = False
-
-    def of(self, owner: int, bundle: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
-        """Return K and V of a bundle, with the sums that take their gradients: the same until `close`.
+    def block(self, owner: int, received: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
+        """Return K and V of a received block, with the sums of their gradients: the same until `close`.
 
         Args:
             owner: the position whose rows these are.
-            read: returns the rows that are read, which are expanded.
+            read: returns the rows that tiles will ask for.
         """
-        return bundle
+        return received
 
-    def hand_on(self, owner: int, span: range) -> None:
-        """Hand on the gradients of some rows of an owner, all of whose rows were expanded."""
+    def settle(self, owner: int, span: range) -> None:
+        """Let the sums of `received` have the gradients of some rows; all of the owner were read."""
 
-    def close(self, owner: int, *, gradients: bool = True) -> None:
-        """Forget K and V of an owner, and hand on their gradients."""
+    def close(self, owner: int, is_last: Callable[[], bool], *, gradients: bool = True) -> None:
+        """Forget a block after its last tile, and let the sums of `received` have its gradients."""
 
 
 class _Sum(ABC):

@@ -26,7 +26,8 @@ class Keyed:
     """Options under a key, which an operator can be given."""
 
     def __init__(self, options: Options) -> None:
-        self.options, self.key = options, str(next(_NUMBERS))
+        # With all that shapes of results depend on: torch's caches of graphs on disk know the key alone.
+        self.options, self.key = options, f"{next(_NUMBERS)} of {options.topology.size}"
         _BY_KEY[self.key] = self
 
 
@@ -42,7 +43,28 @@ on the ring. The host reads no ticket, for which it would wait."""
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def key_in_graph(*options: Any) -> str:
     """Return the key of options while Dynamo traces, whose guards hold the objects."""
-    return _OF_GRAPHS.setdefault(Options(*options), Keyed(Options(*options))).key
+    for each in list(_OF_GRAPHS):
+        communicators = each.topology.communicators
+        if communicators is not None and communicators.destroyed:
+            del _OF_GRAPHS[each]
+    made = Options(*options)
+    if made not in _OF_GRAPHS:
+        _OF_GRAPHS[made] = Keyed(made)
+    return _OF_GRAPHS[made].key
+
+
+def _options(key: str) -> Options:
+    keyed = _BY_KEY.get(key)
+    if keyed is None:
+        raise RuntimeError("a traced call's options are gone: trace by torch.compile, which keeps them")
+    return keyed.options
+
+
+def _forget_tickets() -> None:
+    """Free what is kept for tickets that are gone."""
+    for address, (storage, *_) in list(_KEPT.items()):
+        if storage.expired():
+            _KEPT.pop(address, None)
 
 
 @torch.library.custom_op("burst_mcore::attention_forward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
@@ -50,7 +72,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, up: Tensor | None, key: str, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, the largest scores and a ticket; lse and scores hold numbers where they are wanted."""
-    options, tensors = _BY_KEY[key].options, Tensors(q, k, v, sinks, up)
+    options, tensors = _options(key), Tensors(q, k, v, sinks, up)
     with refusing(agreement_of(options.topology)):
         request = validate(tensors, options)
         compare(CallId(request, entered.layer, options.topology))
@@ -60,8 +82,7 @@ def attention_forward(
     max_logit = done.max_logit if done.max_logit.numel() else max_logit
     values = torch.tensor([done.record.number, *done.record.lengths], pin_memory=q.is_cuda)
     ticket = values.to(q.device, non_blocking=True)
-    for address in [address for address, (storage, *_) in _KEPT.items() if storage.expired()]:
-        del _KEPT[address]
+    _forget_tickets()
     on_ring = () if done.saved.q is q else tuple(done.saved[:4])
     _KEPT[ticket.data_ptr()] = StorageWeakRef(ticket.untyped_storage()), done.record, on_ring
     return done.out, lse, max_logit, ticket
@@ -70,7 +91,7 @@ def attention_forward(
 @attention_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, up: Any, key: str, needs_gradient: bool) -> Any:
     out = q.new_empty((*q.shape[:3], Tensors(q, k, v, sinks, up).value_dim))
-    ticket = q.new_empty(1 + _BY_KEY[key].options.topology.size, dtype=torch.int64)
+    ticket = q.new_empty(1 + _options(key).topology.size, dtype=torch.int64)
     return out, *_statistics(q), ticket
 
 
@@ -86,7 +107,8 @@ def attention_backward(
     up: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, sinks and up, empty where there are none."""
-    options, kept = _BY_KEY[key].options, _KEPT.get(ticket.data_ptr())
+    _forget_tickets()
+    options, kept = _options(key), _KEPT.get(ticket.data_ptr())
     with refusing(agreement_of(options.topology)):
         request = validate(Tensors(q, k, v, sinks, up), options)
         if kept is not None and not kept[0].expired():
@@ -106,7 +128,9 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(dout: Any, dlse: Any, *others: Any) -> Any:
-    return tuple(others[0].new_empty(0 if x is None else x.shape) for x in others[:5])
+    q, k, v, sinks, up = others[:5]
+    dsinks, dup = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (sinks, up))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, dup
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Never
 
 import torch
@@ -19,7 +20,7 @@ from burst_mcore.attention.forward import Inputs, forward, forward_of_head, tail
 from burst_mcore.attention.geometry.cuts import check_keep, cut_for
 from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.kernels.table import taking_delta
-from burst_mcore.attention.numerics.latent import Expansion
+from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.operator.agree import (
     CallRecord,
@@ -172,10 +173,13 @@ def run_forward(
         transport = transport.labelled(agreed.label) if agreement else transport
         attended = _attended(call, transport, tensors, recompute.tail, tokens)
         results = _results(call, tensors, attended, CallRecord(agreed.number, lengths))
-        tail = recompute.tail or _tail(request, call, attended, results, recompute)
+        if entered.in_checkpoint:
+            results = results._replace(
+                tail=recompute.tail or _tail(request, call, attended, results, recompute)
+            )
     if agreement is not None and not needs_gradient and not entered.in_checkpoint:
         agreement.settle()  # no backward will
-    return results._replace(tail=tail)
+    return results
 
 
 def _attended(
@@ -187,10 +191,17 @@ def _attended(
     if expansion and not call.latent_travels:
         k, v = expansion.expand(k, v)
     q, k, v = (_with_rows(x, call.rows) for x in (q, k, v))
-    inputs = Inputs(q, k, v, sinks, expansion if call.latent_travels else None)
+    inputs = Inputs(q, _keys(call, k, v, expansion), sinks)
     if tail is None or not tail.tensors:
         return forward(call, transport, inputs)
     return forward_of_head(call, transport, inputs, cut=tail.cut, tail=tail.tensors, tokens=tokens)
+
+
+def _keys(call: Call, k: Tensor, v: Tensor, expansion: Expansion | None) -> Keys:
+    """Return the key side: K and V, or the latent and the rope key that rotate for them."""
+    if expansion is None or not call.latent_travels:
+        return Keys(k, v)
+    return Keys(k, v, partial(LatentBlocks, expansion))
 
 
 def _results(call: Call, tensors: Tensors, attended: Attended, record: CallRecord) -> Results:
@@ -266,8 +277,8 @@ def _differentiated(
             k, v = expansion.expand(k, v)
         q, k, v, lse = (_with_rows(x, call.rows) for x in (q, k, v, lse))
     dout, out, delta = (_with_rows(x, call.rows) for x in (dout, saved.out, delta))
-    queries, travelling = Queries(q, dout, delta, lse), expansion if call.latent_travels else None
-    gradients = backward(call, transport, queries, Keys(k, v), out, travelling)
+    keys = _keys(call, k, v, expansion)
+    gradients = backward(call, transport, Queries(q, dout, delta, lse), keys, out)
     dq, dk, dv = (gather(x, (range(tokens),)).contiguous() for x in gradients)
     if expansion is None:
         return dq, dk, dv, None
@@ -305,12 +316,15 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@contextlib.contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
+def _alone(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Turn autocast off, and make the device current: Triton launches there, wherever its tensors are."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_autocast_enabled(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
+    if device.type == "cuda" or torch.is_autocast_enabled(device.type):
+        return _without_autocast(device)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_autocast(device: torch.device) -> Iterator[None]:
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch.autocast(device.type, enabled=False), current:
         yield

@@ -1,0 +1,65 @@
+"""The way of a step: the files and functions of the package that a call and its backward run."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import processes
+
+import burst_mcore
+from burst_mcore import Mask, Topology, burst_attention
+
+PACKAGE = str(Path(burst_mcore.__file__).parent)
+
+
+def _functions_of(run):
+    """Return the (file, function) pairs of the package that a run calls."""
+    found = set()
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def _ways(rank, size, backward):
+    """Return the functions of the first step of a causal ring, and of the third, which plans nothing."""
+    topology, mask = Topology.from_group(dist.group.WORLD), Mask.causal()
+    tensors = [torch.randn(1, 64, 2, 16, requires_grad=backward) for _ in range(3)]
+
+    def step():
+        out = burst_attention(*tensors, topology=topology, mask=mask)
+        if backward:
+            out.sum().backward()
+
+    cold = _functions_of(step)
+    step()
+    return cold, _functions_of(step)
+
+
+def _held(functions, files, lines, most):
+    """Hold a way to so many files, lines of these and functions."""
+    paths = {path for path, _ in functions}
+    size = sum(len(Path(path).read_text().splitlines()) for path in paths)
+    assert 10 < len(paths) <= files and size <= lines and 50 < len(functions) <= most, sorted(functions)
+
+
+def test_a_forward_runs_few_functions_of_few_files():
+    """Before one autograd function stood for a call: 24 files and 4,620 lines; cold 62 files."""
+    for cold, warm in processes(2, _ways, False):
+        _held(warm, files=19, lines=3560, most=115)
+        _held(cold, files=60, lines=11100, most=460)
+
+
+def test_a_step_runs_few_functions_of_few_files():
+    """Before: 30 files and 5,450 lines; cold 64 files."""
+    for cold, warm in processes(2, _ways, True):
+        _held(warm, files=23, lines=4150, most=165)
+        _held(cold, files=61, lines=11300, most=515)
