@@ -35,7 +35,7 @@ def _python_of_ranks(folder: str, launcher: str) -> str:
     """Write the executable that torchrun is to start in the place of python, which has -u first."""
     python = Path(folder, "python")
     own = shlex.quote(os.environ.get("PYTHON_EXEC", sys.executable))
-    python.write_text(f'#!/bin/sh\nshift\nexec {own} -u -m {launcher} "$@"\n')
+    python.write_text(f'#!/bin/sh\n[ "$1" = -u ] && shift\nexec {own} -u -m {launcher} "$@"\n')
     python.chmod(0o700)
     return str(python)
 

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 _BELOW = {"torch", "triton", "sympy", "mpmath", "networkx", "numpy"}
@@ -46,25 +46,30 @@ def around(function: Callable[..., T]) -> Callable[[Callable[..., Any]], Callabl
 
 
 class Replaced:
-    """Names of other packages that stand for something of ours until they are restored."""
+    """Names of other packages that stand for something of ours until they are restored, in any order."""
 
-    def __init__(self) -> None:
-        self._own: dict[tuple[Any, str], Any] = {}
+    _layers: ClassVar[dict[tuple[Any, str], tuple[Any, dict[Replaced, Callable[[Any], Any]]]]] = {}
+    """By name, its own value, and what each `Replaced` makes of the value below, lowest first."""
 
     def __bool__(self) -> bool:
-        return bool(self._own)
+        return any(self in makes for _, makes in self._layers.values())
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace `owner.name` by `make(original)`; twice is once."""
-        if (owner, name) not in self._own:
-            own = self._own[owner, name] = getattr(owner, name)
-            setattr(owner, name, make(own))
+        _, makes = self._layers.setdefault((owner, name), (getattr(owner, name), {}))
+        if self not in makes:
+            makes[self] = make
+            setattr(owner, name, make(getattr(owner, name)))
 
     def restore(self) -> None:
-        """Give all names their own values again."""
-        while self._own:
-            (owner, name), own = self._own.popitem()
-            setattr(owner, name, own)
+        """Give all names the values that they have without this."""
+        for (owner, name), (value, makes) in list(self._layers.items()):
+            if makes.pop(self, None) is not None:
+                for make in makes.values():
+                    value = make(value)
+                setattr(owner, name, value)
+            if not makes:
+                del self._layers[owner, name]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The board of a ring: what its ranks leave for each other in a store, for others to find while they wait."""
+"""The board of a ring: notes that its ranks leave in a store, for other ranks to find while they wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST_LOOK = 0.1
 
 
 class Board:
-    """Errors and signatures of numbered calls of one ring, and a pass that failed, left for other ranks."""
+    """Errors and signatures of numbered calls of one ring, a pass that failed, and places of programs."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -55,6 +55,20 @@ class Board:
             if self.store.check(["failed"]):
                 return RuntimeError(self.store.get("failed").decode())
         return None
+
+    def leave_place(self, count: int, place: str) -> None:
+        """Tell the others the place to which the program of this rank has come; count: of places so far."""
+        self.store.set(f"place/{self.rank}", f"{count} {place}")
+
+    def absent(self, count: int) -> str:
+        """Return the ranks that have come to fewer places, each with its last: "rank 1, last at cp.deal"."""
+        found = []
+        for rank in range(self.size):
+            key = f"place/{rank}"
+            came, place = self.store.get(key).decode().split(" ", 1) if self.store.check([key]) else ("0", "")
+            if int(came) < count:
+                found.append(f"rank {rank}, last at {place}" if place else f"rank {rank}, which came to none")
+        return "; ".join(found)
 
     def signatures(self, call: int, own: Signature) -> dict[int, Signature]:
         """Return what every rank wants to call, by rank. Some may not come, and are not waited for long."""

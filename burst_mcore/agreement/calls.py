@@ -73,7 +73,7 @@ class Agreement:
         store = PrefixStore(f"burst_mcore/{group.group_name}", _get_default_store())
         self._board = Board(store, rank, len(ranks))
         self._watch = Watch(group, ranks, self._board, abort)
-        self._calls = 0
+        self._calls = self._places = 0
         self._last: Meeting | None = None
         self._told = False
         """Whether the caller has seen the failure."""
@@ -90,16 +90,18 @@ class Agreement:
         """
         return self.meet(signature, {}, 0, ahead=ahead)
 
-    def meet(self, signature: Signature, if_even: Signature, rows: int, *, ahead: bool = False) -> Agreed:
+    def meet(
+        self, signature: Signature, if_even: Signature, rows: int, *, ahead: bool = False, place: int = 0
+    ) -> Agreed:
         """Agree as `agree` does; `if_even` must be the same as well, but only if every rank has as many rows.
 
-        A call that goes ahead takes for granted that every rank has as many.
+        A call that goes ahead takes for granted that every rank has as many. place: see `come_to`.
         """
         self._begin()
         with self._present():
             digests = digest_of_items(tuple(signature.items())), digest_of_items(tuple(if_even.items()))
             word = Word(AHEAD if ahead else WAITS, self._calls, *digests, rows)
-            meeting = self._post(word, {"call": str(self._calls), **signature, **if_even})
+            meeting = self._post(word, {"call": str(self._calls), **signature, **if_even}, place)
             label = hash((self._calls, *digests))
             if ahead:
                 return Agreed(self._calls, None, label)
@@ -109,6 +111,25 @@ class Agreement:
             # A copy: the error that is kept here must not keep the frames, and tensors, of the caller.
             raise copy(meeting.error)
         return Agreed(self._calls, meeting.lengths, label)
+
+    def come_to(self, place: str) -> None:
+        """Return once every rank of the ring has come to the same place of its program.
+
+        A rank that waits longer than `watch.WARN_AFTER` logs which ranks are absent, and their last places.
+
+        Raises:
+            ValueError: at once, on all ranks: some came to another place, or make a call.
+            RuntimeError: as `agree`; the error names absent ranks and the places where they were last.
+        """
+        self._places += 1
+        self._board.leave_place(self._places, place)
+        try:
+            self.meet({"at": place}, {}, 0, place=self._places)
+        except RuntimeError as error:
+            absent = self._board.absent(self._places)
+            waits = f", and waits for {absent}" if absent else ""
+            here = f"rank {self._board.rank} of the sequence is at {place}"
+            raise RuntimeError(f"{here}{waits}: {error}") from error
 
     def settle(self) -> None:
         """Wait until every call that went ahead has been looked at; raise the error of any.
@@ -197,8 +218,8 @@ class Agreement:
             self._told = True
             raise copy(self._watch.failure)
 
-    def _post(self, word: Word, signature: Signature) -> Meeting:
-        self._last = Meeting(word, signature)
+    def _post(self, word: Word, signature: Signature, place: int = 0) -> Meeting:
+        self._last = Meeting(word, signature, place)
         self._watch.meetings.put(self._last)
         if self._watch.thread is None:
             self._watch.start()

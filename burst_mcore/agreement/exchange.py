@@ -110,9 +110,8 @@ class Gathering:
     def gone(self, error: RuntimeError) -> RuntimeError:
         """Return the error of a rank that waited in vain."""
         return RuntimeError(
-            f"burst_attention on rank {self._rank} of {len(self._order)}: another rank of the ring has gone "
-            f"or did not come to this call, before its first hop; look for the first error among the other "
-            f"ranks ({error})"
+            f"on rank {self._rank} of {len(self._order)}: another rank of the ring has gone or did not come "
+            f"to this call, before its first hop; look for the first error among the other ranks ({error})"
         )
 
     def _gather(self, mine: Sequence[int]) -> tuple[dist.Work, Tensor]:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from burst_mcore.agreement.board import Board, text_of
 from burst_mcore.agreement.claims import AHEAD, REFUSES, Signature, Word, lengths_of
 from burst_mcore.agreement.exchange import LOOK_EVERY, Gathering
 
+WARN_AFTER = 10.0
+"""Seconds after which a rank that waits at a place of its program logs which ranks are absent."""
+
 logger = logging.getLogger("burst_mcore")
 
 
@@ -25,6 +29,8 @@ class Meeting:
 
     word: Word
     signature: Signature
+    place: int = 0
+    """The number of the place to which the program has come (`Agreement.come_to`); 0: a call."""
     done: threading.Event = field(default_factory=threading.Event)
     lengths: list[int] | None = None
     error: Exception | None = None
@@ -46,8 +52,8 @@ class Watch:
         self.thread: threading.Thread | None = None
         self.meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
         """The exchanges that the thread is to make; None wakes it."""
-        self._at = 0
-        """The number of the call whose exchange is under way."""
+        self._under_way = Meeting(Word(REFUSES), {})
+        self._warn_at = 0.0
 
     def start(self) -> None:
         """Start the thread, at the first exchange."""
@@ -78,7 +84,8 @@ class Watch:
 
     def _hold(self, meeting: Meeting) -> None:
         word, failure = meeting.word, self.failure
-        self._at = word.call
+        self._under_way = meeting
+        self._warn_at = time.monotonic() + WARN_AFTER if meeting.place else float("inf")
         try:
             if failure is not None and word.how != REFUSES:  # the pass of an earlier call failed meanwhile
                 meeting.error = failure
@@ -124,17 +131,22 @@ class Watch:
         if self.stopping:
             raise RuntimeError(f"the process of rank {self._board.rank} of the ring ends")
         try:
-            error = self._board.look(self._at)
+            error = self._board.look(self._under_way.word.call)
         except RuntimeError as lost:
             raise self._exchange.gone(lost) from lost
         if error is not None:
             raise error from None
+        if time.monotonic() > self._warn_at:
+            self._warn_at = float("inf")
+            here, absent = self._under_way.signature["at"], self._board.absent(self._under_way.place)
+            text = "rank %d of the sequence has waited for %d s at %s, for %s"
+            logger.warning(text, self._board.rank, WARN_AFTER, here, absent or "a message")
 
     def _leave_error(self, error: BaseException) -> None:
         """Tell the other ranks why the hub stopped waiting, unless a rank has told them already."""
         if not isinstance(error, ValueError):
             text = str(error) if isinstance(error, RuntimeError) else text_of(error)
-            self._board.leave_error(self._at, text, gone=True)
+            self._board.leave_error(self._under_way.word.call, text, gone=True)
 
 
 _RUNNING: weakref.WeakSet[Watch] = weakref.WeakSet()

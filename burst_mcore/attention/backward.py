@@ -72,7 +72,7 @@ class _Backward(ABC):
     @property
     @abstractmethod
     def rotating(self) -> tuple[Bundle, Bundle, Bundle]:
-        """Return what rotates, the tensors in it that have a gradient, and those that stay and have one."""
+        """Return the rotating tensors, those with a gradient, and the staying tensors with a gradient."""
 
     @abstractmethod
     def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:

@@ -150,7 +150,8 @@ def refuse_assumed_zigzag(dealing: Dealing, config: Any) -> None:
     }
     for what, is_asked in assuming.items():
         if is_asked:
-            raise ValueError(f"{dealing} does not go with {what}, which assumes zigzag: {dealing.instead()}")
+            advice = dealing.instead()
+            raise ValueError(f"{what} assumes documents dealt zigzag, but {dealing} is set: {advice}")
 
 
 def deal_sequences_alone() -> None:

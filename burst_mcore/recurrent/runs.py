@@ -36,7 +36,7 @@ class Runs:
         self.roots = *self.tensors, *self.kernel.parameters
         self.begin = [each for each in own if each.fragment.begins]
         self.continued = [each for each in self.begin if each.last]
-        """Of those that begin a document, the fragments that do not end it too."""
+        """The fragments that begin a document and do not end it."""
         self.middle = [each for each in own if 0 < each.place < each.last]
         self.end = [each for each in own if 0 < each.place == each.last]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.agreement import Agreement, Claim, claims_of, disagreement
+from burst_mcore.agreement import Claim, claims_of, disagreement
 from burst_mcore.attention.operator.agree import agreement_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.transformers.errors import RefusedError
@@ -17,8 +15,6 @@ from burst_mcore.transformers.errors import RefusedError
 T = TypeVar("T")
 MOST = 4
 """Ranks whose errors are named, at most."""
-_MET: WeakKeyDictionary[Agreement, int] = WeakKeyDictionary()
-"""How often the ranks of a ring have met."""
 
 
 def meet(topology: Topology, place: str) -> None:
@@ -33,22 +29,11 @@ def meet(topology: Topology, place: str) -> None:
     agreement = agreement_of(topology)
     if agreement is None:
         return
-    _MET[agreement] = number = _MET.get(agreement, 0) + 1
-    control = topology.communicators.control  # type: ignore[union-attr]  # it has an agreement
-    notes = PrefixStore(f"burst_mcore/met/{control.group_name}", _get_default_store())
-    notes.set(str(topology.rank), f"{number} {place}")
     try:
-        agreement.agree({"at": place})
+        agreement.come_to(place)
     except ValueError as error:
         text = f"{error}. All ranks of a sequence must make the same calls"
         raise RefusedError("another rank", text) from None
-    except RuntimeError as error:
-        absent = []
-        for rank in range(topology.size):
-            met, where = notes.get(str(rank)).decode().split(" ", 1)
-            absent += [f"rank {rank}, last at {where}"] if int(met) < number else []
-        here = f"rank {topology.rank} of the sequence is at {place}"
-        raise RuntimeError(f"{here}, and waits for {'; '.join(absent) or 'no rank'}: {error}") from error
 
 
 def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -56,8 +56,8 @@ def passes(monkeypatch):
     return runs
 
 
-def _calls(run):
-    """How many functions of this package a run calls."""
+def _calls(run, folder=PACKAGE):
+    """How many functions of this package, or of a folder of it, a run calls."""
     files = []
 
     def note(frame, event, arg):
@@ -70,7 +70,7 @@ def _calls(run):
         run()
     finally:
         sys.setprofile(before)
-    return sum(file.startswith(PACKAGE) for file in files)
+    return sum(file.startswith(folder) for file in files)
 
 
 @pytest.mark.parametrize(("name", "most"), [("forward", 36), ("query", 128), ("kv", 140)])
@@ -114,11 +114,11 @@ def test_a_call_of_one_token_costs_the_host_a_multiple_of_sdpa(backward, most):
     assert 1 < ours / theirs < most
 
 
-@pytest.mark.parametrize(("backward", "most"), [(False, 280), (True, 695)])
+@pytest.mark.parametrize(("backward", "most"), [(False, 104), (True, 260)])
 def test_a_call_of_one_token_runs_few_functions(backward, most):
-    """Of Python and of C, whoever made them: a call of one rank, which plans nothing."""
+    """Of attention, since other tests may have wrapped functions of torch: a call that plans nothing."""
     tensors = [torch.randn(1, 1, 4, 64, requires_grad=True) for _ in range(3)]
-    topology, mask, events = Topology.single(), Mask.causal(), []
+    topology, mask = Topology.single(), Mask.causal()
 
     def step():
         out = burst_attention(*tensors, topology=topology, mask=mask)
@@ -127,14 +127,7 @@ def test_a_call_of_one_token_runs_few_functions(backward, most):
 
     step()
     step()
-    before = sys.getprofile()
-    sys.setprofile(lambda frame, event, arg: events.append(event))
-    try:
-        step()
-    finally:
-        sys.setprofile(before)
-    calls = sum(event in ("call", "c_call") for event in events)
-    assert most / 2 < calls <= most, calls
+    assert most / 2 < _calls(step, f"{PACKAGE}/attention/") <= most
 
 
 def test_a_program_is_bound_once(passes, monkeypatch):

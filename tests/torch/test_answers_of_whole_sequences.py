@@ -118,7 +118,7 @@ def _of_shards(rank, size):
 
 def test_shards():
     want = [
-        "refused (logits_to_keep): it would choose in every shard: choose in cp.gather(logits)",
+        "refused (logits_to_keep): it would choose tokens in every shard: leave it out",
         "refused (logits_to_keep)",
         "refused (cache): a shard has none to return",
         "refused (output_attentions)",
@@ -180,4 +180,4 @@ def test_generate_with_drafts():
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
         assert "static caches, which are unsupported: use the default dynamic cache" in words[0]
         assert words[1].startswith("refused (cache): static caches are unsupported")
-        assert "generate needs its cache" in words[2]
+        assert "generate sets it, and needs use_cache" in words[2]

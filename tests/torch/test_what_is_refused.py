@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from burst_mcore.agreement import watch
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.data.batches import prepared
 from burst_mcore.transformers.errors import RefusedError
@@ -208,8 +209,13 @@ def test_in_training():
 
 
 def _fewer_batches(rank, size):
-    """Rank 1 has one batch fewer, and goes on to something else: (error, seconds) of each rank."""
-    logging.getLogger("burst_mcore").setLevel("ERROR")
+    """Rank 1 has one batch fewer, and goes on to something else: (error, seconds, warnings) of each rank."""
+    watch.WARN_AFTER = 1.0
+    warned = []
+    told = logging.Handler()
+    told.emit = lambda record: warned.append(record.getMessage())
+    logger = logging.getLogger("burst_mcore")
+    logger.handlers, logger.propagate = [told], False
     ids, found = dataset(1, tokens=40)[0]["input_ids"][None], []
     for elsewhere in ("forward", "statistics", "loss of its own", "the end"):
         told = elsewhere in ("forward", "statistics")  # else the time-out is waited for
@@ -219,6 +225,7 @@ def _fewer_batches(rank, size):
         cp = parallelize(model, group)
         batch = cp.deal({"input_ids": ids})
         began = time.monotonic()
+        warned.clear()
         try:
             if rank == 0:
                 cp.deal({"input_ids": ids})
@@ -229,14 +236,14 @@ def _fewer_batches(rank, size):
             elif elsewhere == "loss of its own":
                 cp.whole_loss(torch.ones(()), 1)
         except Exception as error:
-            found += [(f"{type(error).__name__}: {error}", time.monotonic() - began)]
+            found += [(f"{type(error).__name__}: {error}", time.monotonic() - began, [*warned])]
     return found
 
 
 def test_ranks_with_fewer_batches_in_a_loop_by_hand():
-    """Where the other rank calls burst both say so at once; else the one that waits, after the time-out."""
+    """Where the other rank calls burst both say so at once; else the one that waits warns, and ends later."""
     (forward, statistics, own, end), (their_forward, their_statistics, *_) = processes(2, _fewer_batches)
-    for (error, seconds), place in (
+    for (error, seconds, _), place in (
         (forward, "a forward over shards"),
         (their_forward, "a forward over shards"),
         (statistics, "cp.token_stats"),
@@ -245,7 +252,10 @@ def test_ranks_with_fewer_batches_in_a_loop_by_hand():
         assert error.startswith("RefusedError: refused (another rank): the ranks of the ring make different")
         assert f"at: cp.deal on ranks [0], {place} on ranks [1]. All ranks of a sequence" in error
         assert seconds < limits.AT_ONCE
-    for error, _ in (own, end):
+    for error, _, warned in (own, end):
+        assert (
+            warned[0] == "rank 0 of the sequence has waited for 1 s at cp.deal, for rank 1, last at cp.deal"
+        )
         assert error.startswith(
             "RuntimeError: rank 0 of the sequence is at cp.deal, and waits for rank 1, last at"
         )

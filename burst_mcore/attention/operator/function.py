@@ -128,7 +128,7 @@ class Underivable(torch.autograd.Function):
 def attend(tensors: Tensors, request: Request, topology: Topology) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out [B, S, H, Dv], lse [B, H, S], largest scores [H]); the last two are empty unless wanted.
 
-    In a checkpointed function the call saves a part of its results, or takes those that its forward saved.
+    In a checkpointed function a forward saves a part of the results, and its recomputation takes this part.
     """
     needs_gradient = gradient_wanted(tensors)
     if not entered.in_checkpoint:

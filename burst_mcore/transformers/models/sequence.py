@@ -95,8 +95,9 @@ class SequenceParallel:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         as_tuple = arguments.get("return_dict", getattr(self.model.config, "return_dict", True)) is False
         arguments |= {"return_dict": True} if as_tuple else {}
-        if KEEP in arguments and not getattr(self.model, "_supports_logits_to_keep", bool)():
-            del arguments[KEEP]  # the model would ignore it
+        supports = getattr(self.model, "_supports_logits_to_keep", None)
+        if KEEP in arguments and not (supports and supports()):
+            del arguments[KEEP]  # the model ignores it in one process, too
         finish: Finish = _unchanged
         lacks = {x for x in ("labels", "shift_labels", "position_ids") if arguments.get(x) is None}
         # An evaluation's loader gives whole batches with both kinds of labels; its iteration may have ended.
@@ -363,7 +364,10 @@ class SequenceParallel:
         if self.group is None:
             return
         of_config = getattr(self.model.config, "output_router_logits", False)
-        every_shard = "it would choose in every shard: choose in cp.gather(logits). generate needs its cache"
+        every_shard = (
+            "it would choose tokens in every shard: leave it out, and choose in the gathered logits; "
+            "generate sets it, and needs use_cache"
+        )
         for name, asked, why in (
             (KEEP, _kept(arguments) is not None, every_shard),
             ("cache", arguments.get("use_cache"), "a shard has none to return: leave use_cache out"),

@@ -127,3 +127,20 @@ def test_one_process_is_not_warned(caplog, monkeypatch):
     monkeypatch.setitem(REPLACED, "cp_size", True)
     alone = SimpleNamespace(parallelism_config=None, num_processes=1)
     assert with_groups(lambda self, *args: args)(alone, "model") == ("model",) and not caplog.records
+
+
+@pytest.mark.parametrize("first", ["sp", "cp"])
+def test_replacements_are_restored_in_any_order(first):
+    from accelerate import Accelerator
+
+    from burst_mcore.torch import restore_context_parallel
+
+    _replace()
+    prepare = Accelerator.prepare
+    _replace("sp", "cp")
+    restores = {"sp": burst.restore_ulysses, "cp": restore_context_parallel}
+    restores.pop(first)()
+    assert Accelerator.prepare is not prepare
+    (last,) = restores.values()
+    last()
+    assert Accelerator.prepare is prepare

@@ -361,7 +361,7 @@ REFUSED = {
     "--cp-comm-type": ([*BURST, "--cp-comm-type", "a2a", "--burst-ring", "flat"], "give one of them"),
     "documents between any tokens": (
         [*BURST, "--dataloader-inter-document-masking", "--mtp-num-layers", "1"],
-        "which assumes zigzag: drop --dataloader-inter-document-masking",
+        "is set: drop --dataloader-inter-document-masking",
     ),
     "--burst-kernel": ([*BURST, "--burst-kernel", "cudnn"], "--burst-kernel cudnn: tensors are on cpu"),
     "documents and stages": (
