@@ -156,9 +156,9 @@ def test_memory_that_policies_keep_as_tests_on_gpus_count_it():
 def test_a_forward_like_an_earlier_one_does_not_wait_for_the_other_hosts(monkeypatch):
     came, meet = [], Agreement.meet
 
-    def noted(self, signature, *args, ahead=False):
+    def noted(self, signature, *args, ahead=False, **others):
         came.append((signature["pass"], ahead))
-        return meet(self, signature, *args, ahead=ahead)
+        return meet(self, signature, *args, ahead=ahead, **others)
 
     monkeypatch.setattr(Agreement, "meet", noted)
     assert not cases.attention(2)

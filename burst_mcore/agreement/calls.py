@@ -91,18 +91,30 @@ class Agreement:
         return self.meet(signature, {}, 0, ahead=ahead)
 
     def meet(
-        self, signature: Signature, if_even: Signature, rows: int, *, ahead: bool = False, place: int = 0
+        self,
+        signature: Signature,
+        if_even: Signature,
+        rows: int,
+        *,
+        ahead: bool = False,
+        of_call: int = 0,
+        place: int = 0,
     ) -> Agreed:
         """Agree as `agree` does; `if_even` must be the same as well, but only if every rank has as many rows.
 
-        A call that goes ahead takes for granted that every rank has as many. place: see `come_to`.
+        A call that goes ahead takes for granted that every rank has as many.
+
+        Args:
+            of_call: of a backward, the number of its forward, which must be the same, too.
+            place: of `come_to`.
         """
         self._begin()
         with self._present():
-            digests = digest_of_items(tuple(signature.items())), digest_of_items(tuple(if_even.items()))
-            word = Word(AHEAD if ahead else WAITS, self._calls, *digests, rows)
-            meeting = self._post(word, {"call": str(self._calls), **signature, **if_even}, place)
-            label = hash((self._calls, *digests))
+            always, even = (digest_of_items(tuple(items.items())) for items in (signature, if_even))
+            word = Word(AHEAD if ahead else WAITS, self._calls, always, even + of_call, rows)
+            numbers = {"call": str(self._calls), "of call": str(of_call)}
+            meeting = self._post(word, {**numbers, **signature, **if_even}, place)
+            label = hash(word[1:4])
             if ahead:
                 return Agreed(self._calls, None, label)
             meeting.done.wait()

@@ -18,7 +18,7 @@ from burst_mcore.attention.autotune.ways import (
     searched_rings,
     why_not_placed,
 )
-from burst_mcore.attention.checks import check_parts, check_topology
+from burst_mcore.attention.checks import check_parts, no_topology
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
 from burst_mcore.attention.operator.compiled import Keyed, attention_forward, key_in_graph
@@ -110,7 +110,8 @@ def burst_attention(
         softmax_scale, softcap = (None if x is None else guard_scalar(x) for x in (softmax_scale, softcap))
         telling: AbstractContextManager[None] = nullcontext()
     else:
-        check_topology(topology)
+        if not isinstance(topology, Topology):
+            raise no_topology(topology)
         telling = refusing(agreement_of(topology))
     with telling:
         tensors, travels = tensors_of(q, k, v, latent, sinks, unknown)

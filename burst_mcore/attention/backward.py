@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,13 @@ from burst_mcore.attention.call import Call, Keys, Queries, Tiles, sendable
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.kernels.kernel import BackwardInputs
-from burst_mcore.attention.numerics.merge import GradientShare, GradientSum, GradientSums, Held, WaitingShares
+from burst_mcore.attention.numerics.merge import (
+    Block,
+    GradientShare,
+    GradientSum,
+    GradientSums,
+    PendingGradients,
+)
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
@@ -51,6 +57,16 @@ def backward(
         return direction(call, queries, keys, known, lease).run(transport, inward)
 
 
+class _Sides(NamedTuple):
+    """The tensors of both sides of a backward."""
+
+    rotating: Bundle
+    differentiated: Bundle
+    """The rotating tensors whose gradient rotates behind them."""
+    staying: Bundle
+    """The tensors of the other side that have a gradient."""
+
+
 class _Backward(ABC):
     """The backward of one rank.
 
@@ -64,15 +80,17 @@ class _Backward(ABC):
         self.call, self.lease, self.out = call, lease, out
         self.queries, self.keys, self.blocks = queries, keys, keys.blocks()
         """As on the ring."""
-        self.returned = GradientSums(self.rotating[1])
-        """Of the rank's own rotating block: its own share, and the sums of others that come home."""
-        self.staying = GradientSums(self.rotating[2])
-        self.waiting = WaitingShares()
+        sides = self.sides
+        self.own = GradientSums(sides.differentiated)
+        """The gradient of this rank's rotating block: its own share, and the sum of others, once home."""
+        self.staying = GradientSums(sides.staying)
+        self.pending = PendingGradients()
+        self.last_computes = call.last_computes(self.pass_)
 
     @property
     @abstractmethod
-    def rotating(self) -> tuple[Bundle, Bundle, Bundle]:
-        """Return the rotating tensors, those with a gradient, and the staying tensors with a gradient."""
+    def sides(self) -> _Sides:
+        """Return the tensors of the side that rotates, and of the side that stays."""
 
     @abstractmethod
     def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
@@ -80,57 +98,62 @@ class _Backward(ABC):
 
     def run(self, transport: Transport, inward: Mapping[Kind, Exchange]) -> tuple[Tensor, Tensor, Tensor]:
         outward = self.outward() if inward else {}
-        home = sendable(self.call, self.rotating[0])
+        home = sendable(self.call, self.sides.rotating)
         ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, {**inward, **outward})
         self.call.prepare(self.pass_, self.queries.q.device)
         ring.run(self.call.bound(self.pass_), self.compute, self.accumulate, self.keep)
         if outward:
             rotated, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
         else:
-            rotated = tuple(self.lease.keep(total) for total in self.returned.results())
-            self.blocks.close(self.call.position, is_last=lambda: True)
+            rotated = tuple(self.lease.keep(total) for total in self.own.results())
+            self.blocks.close(self.call.position)
             stayed = self.staying.results()
         dq, dk, dv = (*rotated, *stayed) if self.pass_ == Pass.QUERY else (*stayed, *rotated)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
-    def gradients(
-        self, q: Held[Any], k: Held[Any], tile: Tile, *, large: bool = False
+    def of_tile(
+        self, q: Block, k: Block, tile: Tile, *, large: bool = False
     ) -> tuple[GradientShare, GradientShare]:
-        """Return a tile's dQ, and its dK and dV; those of the side that stays must be taken first."""
+        """Return the gradients of a tile, of the side that stays and of the side that rotates."""
         q_rows, k_rows = relative_to(q.rows, tile.q), relative_to(k.rows, tile.k)
-        queries = Queries(*[gather(x, q_rows) for x in q.bundle])
+        queries = Queries(*[gather(x, q_rows) for x in q.tensors])
         out = None if q.out is None or self.call.kernel.takes_delta else gather(q.out, q_rows)
-        keys, values = [gather(x, k_rows) for x in k.bundle]
+        keys, values = [gather(x, k_rows) for x in k.tensors]
         inputs = BackwardInputs(queries.dout, queries.q, keys, values, out, queries.lse, queries.delta)
         rotate, scores = self.pass_ == Pass.QUERY, self.call.scores
-        return self.call.kernel.shares(inputs, tile.pattern, scores, queries_travel=rotate, large=large)
+        return self.call.kernel.shares(inputs, tile.pattern, scores, queries_rotate=rotate, large=large)
 
     def accumulate(self, sums: Bundle, rows: Rows | None, first: bool, total: Bundle | None) -> None:
-        """Add the shares of the last compute to the rotating sums, which have arrived meanwhile.
+        """Add the pending gradients to the sums of their block, which have arrived from the ring rank before.
 
-        A kernel that adds in place, and not all at once, computes the rotating share only now. Receiving the
-        sums overlapped with computing the share that stays.
+        Runs once for each block of others, between its compute and the send of the sums. A kernel that adds
+        in place, and not all at once, computes only now: the sums arrived while it computed the other side.
 
-        total: where complete sums go, in the pass over memory that adds the last shares to them.
+        Args:
+            first: nobody has added to the sums yet; they are uninitialised.
+            total: where complete sums go, in the pass over memory that adds the last gradients to them.
         """
         running = GradientSums.into(sums, rows, fresh=first)
-        self.waiting.add_to(running)
+        self.pending.add_to(running)
         running.finish(total)
 
     def keep(self, sums: Bundle | None, rows: Rows | None) -> None:
-        """Add sums that came home, or else the shares of the last compute, to the returned gradient."""
+        """Add to the gradient of this rank's own block.
+
+        Runs after the compute of the own block, whose gradients are pending (sums is None), and once for the
+        sums of others that came home.
+        """
         if sums is None:
-            self.waiting.add_to(self.returned)
+            self.pending.add_to(self.own)
         else:
-            self.returned.take((range(sums[0].shape[1]),) if rows is None else rows, sums)
+            self.own.take((range(sums[0].shape[1]),) if rows is None else rows, sums)
 
     def new(self, kind: Kind, rows: Rows | None) -> Bundle:
         """Return a buffer for these rows of a rotating block, or of its gradient."""
-        block, differentiated, _ = self.rotating
         if kind == Kind.DATA:
-            return room_like(self.lease, block, rows)
+            return room_like(self.lease, self.sides.rotating, rows)
         dtype = self.call.total_dtype if kind == Kind.TOTAL else self.call.grad_dtype
-        return room_like(self.lease, differentiated, rows, dtype)
+        return room_like(self.lease, self.sides.differentiated, rows, dtype)
 
     def outward(self) -> Mapping[Kind, Outward]:
         """Return the exchanges out of the head group, for the gradients that stay and that rotated."""
@@ -145,7 +168,7 @@ class _Backward(ABC):
         dkv = tuple(new((*shape, self.call.kv_heads, n), dtype=dtype, device=q.device) for n in widths)
         rotated, stayed = (dq, dkv) if self.pass_ == Pass.QUERY else (dkv, dq)
         return {
-            Kind.SUM: Outward(group, self.returned.put, rotated, self.lease),
+            Kind.SUM: Outward(group, self.own.put, rotated, self.lease),
             Kind.RESULT: Outward(group, self.put_staying, stayed, self.lease),
         }
 
@@ -161,39 +184,38 @@ class _QueriesRotate(_Backward):
     pass_ = Pass.QUERY
 
     @property
-    def rotating(self) -> tuple[Bundle, Bundle, Bundle]:
-        return self.queries, self.queries[:1], self.keys.tensors
+    def sides(self) -> _Sides:
+        return _Sides(self.queries, self.queries[:1], self.keys.tensors)
 
     def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
         tiles, here = self.call.tiles_of(self.pass_, action), self.call.position
         if not tiles:
             return
         is_own = action.source == here
-        keys: Held[Any] = Held(None, self.keys.tensors, self.staying)
-        keys = self.blocks.block(here, keys, lambda: (range(self.keys.k.shape[1]),))
-        queries: Held[Any] = Held(rows, received, self.waiting, self.out if is_own else None)
-        if len(tiles) > 1 and action.part is None:
+        own_keys = Block(None, self.keys.tensors, self.staying)
+        keys = self.blocks.block(here, own_keys, lambda: (range(self.keys.k.shape[1]),))
+        queries = Block(rows, received, self.pending, self.out if is_own else None)
+        if len(tiles) > 1:
             queries = self.with_output(queries, tiles)
         for tile in tiles:
-            large = not is_own and self.is_large(keys, tile)
-            dq, dkv = self.gradients(queries, keys, tile, large=large)
-            keys.sums.take(tile.k, dkv)
-            queries.sums.take(tile.q, dq)
+            dkv, dq = self.of_tile(queries, keys, tile, large=not is_own and self.is_large(keys, tile))
+            keys.take(tile.k, dkv)
+            queries.take(tile.q, dq)
             del dq, dkv  # their memory is free before the next launch
 
-    def with_output(self, queries: Held[Any], tiles: Tiles) -> Held[Any]:
+    def with_output(self, queries: Block, tiles: Tiles) -> Block:
         """Return received queries with a stand-in for O, made once for all tiles, if the kernel reads O."""
         if self.call.kernel.takes_delta or queries.out is not None:
             return queries
-        _, dout, delta, _ = queries.bundle
+        _, dout, delta, _ = queries.tensors
         stand_in = torch.empty_like(dout)
         for span in spans(tuple([relative_to(queries.rows, tile.q) for tile in tiles])):
             output_stand_in(*[gather(x, (span,)) for x in (dout, delta, stand_in)])
         return queries._replace(out=stand_in)
 
-    def is_large(self, keys: Held[Any], tile: Tile) -> bool:
-        """Return whether dK and dV of a tile of another rank's queries are large, and added at once."""
-        k = keys.bundle[0]
+    def is_large(self, keys: Block, tile: Tile) -> bool:
+        """Return whether dK and dV of a tile are large, so that they are added at once."""
+        k = keys.tensors[0]
         large = 4 * min(tile.pattern.shape) > k.shape[1] and k.nbytes > GradientSum.waiting_bytes
         return large and all([len(x) == x[0].step == 1 for x in tile[:2]])
 
@@ -204,20 +226,22 @@ class _KeysRotate(_Backward):
     pass_ = Pass.KV
 
     @property
-    def rotating(self) -> tuple[Bundle, Bundle, Bundle]:
-        return self.keys.tensors, self.keys.tensors, self.queries[:1]
+    def sides(self) -> _Sides:
+        return _Sides(self.keys.tensors, self.keys.tensors, self.queries[:1])
 
     def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
         tiles = self.call.tiles_of(self.pass_, action)
         if tiles:
-            if self.out is None and action.part is None and not self.call.kernel.takes_delta:
+            all_are_here = action.part is None  # else rows of other members of the head group may still come
+            if self.out is None and all_are_here and not self.call.kernel.takes_delta:
                 self.out = output_stand_in(self.queries.dout, self.queries.delta)  # for all blocks
-            queries: Held[Any] = Held(None, self.queries, self.staying, self.out)
-            keys: Held[Any] = Held(rows, received, self.waiting)
+            queries = Block(None, self.queries, self.staying, self.out)
+            keys = Block(rows, received, self.pending)
             keys = self.blocks.block(action.source, keys, partial(self.call.keys_met, action.source))
             for tile in tiles:
-                dq, dkv = self.gradients(queries, keys, tile)
-                queries.sums.take(tile.q, dq)
-                keys.sums.take(tile.k, dkv)
+                dq, dkv = self.of_tile(queries, keys, tile)
+                queries.take(tile.q, dq)
+                keys.take(tile.k, dkv)
                 del dq, dkv  # their memory is free before the next launch
-        self.blocks.close(action.source, partial(self.call.is_last, self.pass_, action))
+        if action == self.last_computes[action.source]:
+            self.blocks.close(action.source)

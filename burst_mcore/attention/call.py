@@ -7,9 +7,9 @@ or the pooled rows of a head group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,14 @@ class Call:
     _tiles: dict[object, tuple[Tile, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _variants: dict[object, Call] = field(default_factory=dict, init=False, repr=False, compare=False)
     _prepared: set[object] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def variant(self, key: object, fields: Callable[[], dict[str, Any]]) -> Call:
+        """Return the call with other fields, made once for each key: with its own programs and tiles."""
+        if key not in self._variants:
+            self._variants[key] = replace(self, **fields())
+        return self._variants[key]
 
     @cached_property
     def total_dtype(self) -> torch.dtype:
@@ -91,12 +98,12 @@ class Call:
         """Return the rows of keys of a position that the queries here meet."""
         return spans(tuple([tile.k for tile in self.tiles(self.position, source)]))
 
-    def is_last(self, pass_: Pass, action: Compute) -> bool:
-        """Return whether no later compute of a pass has the same bundle."""
+    def last_computes(self, pass_: Pass) -> dict[int, Compute]:
+        """Return the last compute of each block in a pass, by the position that owns the block."""
         if pass_ not in self._last:
             computes = (each for each in self.program(pass_) if isinstance(each, Compute))
             self._last[pass_] = {each.source: each for each in computes}
-        return self._last[pass_][action.source] == action
+        return self._last[pass_]
 
     def program(self, pass_: Pass) -> Program:
         """Return the program of this rank in a pass."""

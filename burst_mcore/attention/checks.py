@@ -137,13 +137,12 @@ def _nearest(mask: object) -> str:
     return "Mask.causal(), Mask.full(), Mask.window(left, right), Mask.documents(cu_seqlens), ..."
 
 
-def check_topology(topology: Topology) -> None:
-    """Refuse other things than a topology."""
-    if not isinstance(topology, Topology):
-        raise ValueError(
-            f"topology must be a Topology, got {brief(topology)}: Topology.from_group(group), of a "
-            f"DeviceMesh mesh.get_group(), or Topology.single()"
-        )
+def no_topology(topology: object) -> ValueError:
+    """Return the error of a call with something else than a topology."""
+    return ValueError(
+        f"topology must be a Topology, got {brief(topology)}: Topology.from_group(group), of a "
+        f"DeviceMesh mesh.get_group(), or Topology.single()"
+    )
 
 
 def check_parts(latent: Latent) -> None:
@@ -159,14 +158,14 @@ def check_parts(latent: Latent) -> None:
         )
 
 
-def check_group(topology: Topology, device: str) -> None:
-    """Refuse a ring without a process group for this device."""
+def no_group(topology: Topology, device: str) -> ValueError:
+    """Return the error of a call on a ring that has no process group for this device."""
     if topology.communicators is None:
-        raise ValueError(f"a ring of {topology.size} ranks needs its process group: Topology.from_group")
-    if not topology.communicators.reach(torch.device(device)):
-        wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
-        backends = topology.communicators.backends
-        raise ValueError(f"{device} tensors need a process group with {wanted}, got {backends}")
+        return ValueError(f"a ring of {topology.size} ranks needs its process group: Topology.from_group")
+    wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
+    return ValueError(
+        f"{device} tensors need a process group with {wanted}, got {topology.communicators.backends}"
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -1,24 +1,21 @@
 """Forward: K and V travel; each tile's partial output is merged into the running softmax (paper algorithm 4).
 
-In a recomputation only the head of the sequence is attended again: the tail's results were saved in forward.
 Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
 or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.call import Attended, Call, Keys, sendable
-from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, scatter_views
+from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
 from burst_mcore.attention.geometry.tiles import Tile
-from burst_mcore.attention.numerics.merge import Held, OnlineSoftmax
+from burst_mcore.attention.numerics.merge import Block, OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
@@ -58,6 +55,7 @@ class _Forward:
                 sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
         self.q, self.keys, self.blocks = q, keys, keys.blocks()
         """As on the ring."""
+        self.last_computes = call.last_computes(Pass.FORWARD)
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
         self.max_logit: Tensor | None = None
         if call.scores.max_logit:
@@ -83,20 +81,20 @@ class _Forward:
         tiles = self.call.tiles_of(Pass.FORWARD, action)
         if tiles:
             read = partial(self.call.keys_met, action.source)
-            keys = self.blocks.block(action.source, Held(rows, received, None), read)
+            keys = self.blocks.block(action.source, Block(rows, received), read)
             for tile in tiles:
                 self.attend(tile, keys)
-        is_last = partial(self.call.is_last, Pass.FORWARD, action)
-        self.blocks.close(action.source, is_last, gradients=False)
+        if action == self.last_computes[action.source]:
+            self.blocks.close(action.source)
 
-    def attend(self, tile: Tile, keys: Held[Any]) -> None:
+    def attend(self, tile: Tile, keys: Block) -> None:
         """Merge the result of a tile, O = softmax(S) V and LSE of S = scale Q K^T, into the running softmax.
 
         Of partial results 1 and 2 (algorithm 4): LSE = log(e^LSE1 + e^LSE2), O = e^(LSE1 - LSE) O1 +
         e^(LSE2 - LSE) O2.
         """
         kernel, k_rows = self.call.kernel, relative_to(keys.rows, tile.k)
-        k, v = keys.bundle
+        k, v = keys.tensors
         tensors = gather(self.q, tile.q), gather(k, k_rows), gather(v, k_rows)
         inputs = *tensors, tile.pattern, self.call.scores
         running = self.softmax.running(tile.q) if kernel.in_place else None
@@ -136,74 +134,3 @@ class _Forward:
         """Write out, and lse where there is room for it, of some rows."""
         out, *lse = into
         self.softmax.put(rows, (out, lse[0] if lse else self.softmax.room_for_lse(rows)))
-
-
-def forward_of_head(
-    call: Call, transport: Transport, inputs: Inputs, *, cut: int, tail: Sequence[Tensor], tokens: int
-) -> Attended:
-    """As `forward`, but only queries before the global position `cut` are attended.
-
-    Under head x ring q, k and v still go through the head groups whole: the backward needs them there.
-
-    Args:
-        tail: the results from `cut` on, as `tail_of` returned them in forward.
-        tokens: the tokens of this rank; the rest of its rows is padding.
-
-    Raises:
-        ValueError: the tail's shapes do not fit the cut.
-    """
-    own = _own_tail(call, cut, tokens)
-    on_ring = _tail_on_ring(call, cut, own)
-    out, lse, *home = tail
-    max_logit = home.pop().clone() if call.scores.max_logit else None
-    if (out.shape[1], lse.shape[2]) != (count(own), count(on_ring)):
-        raise ValueError(
-            f"out and lse of {count(own)} and {count(on_ring)} rows are after the cut at {cut} of "
-            f"{call.plan.n}, but the saved tail has {out.shape[1]} and {lse.shape[2]}"
-        )
-    if cut == 0 and call.route.heads == 1:
-        lse = lse.clone()
-        keys = inputs.keys
-        return Attended(out.clone(), lse, inputs.q, keys.k, keys.v, lse, max_logit)
-    attended = forward(replace(call, plan=call.plan.head(cut)), transport, inputs)
-    _fill(attended.out, own, out)
-    _fill(attended.ring_lse, on_ring, lse)
-    for values in home:
-        assert attended.lse is not None
-        _fill(attended.lse, own, values)
-    return attended._replace(max_logit=max_logit)
-
-
-def tail_of(call: Call, cut: int, attended: Attended, tokens: int) -> list[Tensor]:
-    """Return the results from the global position `cut` on, in memory of their own.
-
-    These are out and lse on the ring of this rank's rows. Under head x ring lse at home follows, if the call
-    wants it there, and then the largest scores, of all rows, if it wants them.
-
-    tokens: the tokens of this rank; the rest of its rows is padding.
-    """
-    own = _own_tail(call, cut, tokens)
-    tail = [gather(attended.out, own), gather(attended.ring_lse, _tail_on_ring(call, cut, own))]
-    if call.route.heads > 1 and attended.lse is not None:
-        tail.append(gather(attended.lse, own))
-    if attended.max_logit is not None:
-        tail.append(attended.max_logit)
-    return [x.clone(memory_format=torch.contiguous_format) for x in tail]
-
-
-def _own_tail(call: Call, cut: int, tokens: int) -> Rows:
-    """Return this rank's own rows after the cut."""
-    runs = call.plan.runs(call.position, call.member)
-    head = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
-    return (range(min(tokens, head), tokens),)
-
-
-def _tail_on_ring(call: Call, cut: int, own: Rows) -> Rows:
-    """Return the rows after the cut on the ring: of this rank, or of its head group, with padding."""
-    rows = call.plan.rows_from(call.position, cut) if call.route.heads > 1 else own
-    return rows or (range(0),)
-
-
-def _fill(x: Tensor, rows: Rows, values: Tensor) -> None:
-    for destination, share in scatter_views(x, rows, values):
-        destination.copy_(share)

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from burst_mcore.agreement import Signature
+from burst_mcore.agreement import Latest, Signature
 from burst_mcore.attention.autotune.decide import decide
 from burst_mcore.attention.autotune.question import Question
 from burst_mcore.attention.autotune.ways import Ranks, degrees_of
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.checks import (
-    check_group,
     check_latent,
     check_lengths,
     check_settings,
     check_sinks,
     check_tensors,
+    no_group,
 )
 from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_of
@@ -38,9 +39,6 @@ from burst_mcore.layout import Layout
 from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
-
-REQUESTS = 256
-"""Requests that are remembered: of so many masks, configurations and shapes, those used last."""
 
 
 class Options(NamedTuple):
@@ -133,6 +131,37 @@ class Request:
 
 def validate(tensors: Tensors, options: Options) -> Request:
     """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
+    topology = options.topology
+    place = topology.rank, topology.size, topology.intra_size, topology.rates
+    kind = tuple([_kind_of(x) for x in tensors]), place, options[1:]
+    try:
+        request = None if forward_ad._current_level >= 0 else _LEGAL.get(kind)
+    except TypeError:  # an argument that has no hash is not legal
+        request = None
+    if request is None:
+        request = _LEGAL[kind] = _checked(tensors, options)
+    if topology.size > 1 and not _reaches(topology, tensors.q.device):
+        raise no_group(topology, request.device)
+    return request
+
+
+def _reaches(topology: Topology, device: torch.device) -> bool:
+    return topology.communicators is not None and topology.communicators.reach(device)
+
+
+_LEGAL = Latest()
+"""Requests by kind of arguments; without their topology, whose process groups must not outlive it."""
+
+
+def _kind_of(x: object) -> tuple[object, ...]:
+    """Return the properties of a tensor by which it is legal or not, but for tangents."""
+    if not isinstance(x, Tensor) or x.is_nested:
+        return (type(x), "nested")
+    return type(x), x.shape, x.dtype, x.device, x.layout
+
+
+def _checked(tensors: Tensors, options: Options) -> Request:
+    """Return the request of arguments that no check refuses."""
     q, k, v, sinks, up = tensors
     topology, mask, config, scale, softcap, _, _, travels = options
     check_settings(mask, config, scale, softcap, travels)
@@ -145,13 +174,9 @@ def validate(tensors: Tensors, options: Options) -> Request:
         latent = k.shape[3], v.shape[3]
         shard = shard_of(q.shape, q.shape[2], tensors.value_dim, q.dtype, config.grad_dtype, latent)
     check_sinks(sinks, q)
-    request = request_of(shard, q.device.type, options, sinks=sinks is not None)
-    if topology.size > 1:
-        check_group(topology, q.device.type)
-    return request
+    return request_of(shard, q.device.type, options, sinks=sinks is not None)
 
 
-@lru_cache(maxsize=REQUESTS)
 def shard_of(
     q_shape: tuple[int, ...],
     kv_heads: int,
@@ -160,7 +185,7 @@ def shard_of(
     grad_dtype: torch.dtype,
     latent: tuple[int, int] | None = None,
 ) -> Shard:
-    """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]. Cached."""
+    """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
     own = dict(zip(("batch", "tokens", "heads", "head_dim"), q_shape, strict=True))
     grad_dtype = dtype if dtype == torch.float64 else grad_dtype
     widths = {"kv_heads": kv_heads, "value_dim": value_dim, "latent": latent}
@@ -169,32 +194,16 @@ def shard_of(
 
 def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> Request:
     """Return the request of legal tensors of these shapes; see `validate`."""
-    topology = options.topology
-    place = topology.rank, topology.size, topology.intra_size
-    return _request(place, topology.rates, shard, device, sinks, options[1:])
-
-
-@lru_cache(maxsize=REQUESTS)
-def _request(
-    place: tuple[int, int, int],
-    rates: Rates | None,
-    shard: Shard,
-    device: str,
-    sinks: bool,
-    options: tuple[Any, ...],
-) -> Request:
-    """Return a request; cached without the topology, whose process groups must not outlive it."""
-    mask, config, scale, softcap, return_lse, return_max_logit, travels = options
-    rank, size, intra = place
-    ranks = Ranks(size, intra)
-    Layout.of(config.layout).divisor(size)  # raises if it does not go with so many ranks
+    topology, mask, config, scale, softcap, return_lse, return_max_logit, travels = options
+    ranks = Ranks(topology.size, topology.intra_size)
+    Layout.of(config.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(config, ranks, shard)
     scale = shard.head_dim**-0.5 if scale is None else float(scale)  # numpy's too
     softcap = None if softcap is None else float(softcap)
     return Request(
-        rank=rank,
+        rank=topology.rank,
         ranks=ranks,
-        rates=rates or default_rates(device),
+        rates=topology.rates or default_rates(device),
         mask=mask,
         config=config,
         device=device,

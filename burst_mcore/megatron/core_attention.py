@@ -28,6 +28,7 @@ from burst_mcore.attention.api import burst_attention, connect
 from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
+from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.replay import entered, of_layer
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
@@ -41,7 +42,7 @@ from burst_mcore.megatron.asked import (
     softmax_offset,
     with_kernel,
 )
-from burst_mcore.megatron.latent import hand_over_latents, is_latent, latent_of
+from burst_mcore.megatron.latent import hand_over_latents
 from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of_packed, refuse_other_layout
 from burst_mcore.megatron.packed import Packing, packing, roll_within_slots
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
@@ -105,7 +106,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         self._head_dims = head_dim, head_dim if v_channels is None else v_channels
         self.softmax_offset = softmax_offset(config, pg_collection)
         self.up_weight: Callable[[], Tensor] | None = None
-        """Returns the weights that make K and V of the layer's latent, if the layer gives a latent."""
+        """Returns the weights [H, R, Dk + Dv] of a layer that gives its latent and rope key for K and V."""
         if mla_latent != "off":
             hand_over_latents()
         follow_groups()
@@ -155,7 +156,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         Args:
             query: [S, B, H, D]. key: [S, B, Hkv, D]. value: [S, B, Hkv, Dv], K/V heads not repeated. Packed
                 (thd): [T, H, D], [T, Hkv, D], [T, Hkv, Dv], with or without a batch of 1 behind T. Of an MLA
-                layer perhaps key [S, B, 1, R + Dr], a latent and its rope key, and value [S, B, 0, D].
+                layer with `up_weight`: the latent [S, B, 1, R], and [S, B, 1, D] that ends in the rope key.
             attention_mask: None, or Megatron's [1 or B, 1, S, global sequence], True where masked. It must
                 say the same as the mask type, which is what is used; this is checked. None if packed.
             attn_mask_type: overrides the one given at construction. A window comes from the config.
@@ -193,9 +194,9 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             mask, config = mask & found.documents, replace(config, layout=found.layout)
         q, k, v = (_batch_first(x, is_packed) for x in (query, key, value))
         keys: dict[str, Any] = {"k": k, "v": v}
-        if is_latent(value):
-            assert self.up_weight
-            keys = {"latent": latent_of(k, self.up_weight(), self.mla_latent)}
+        if self.up_weight:
+            rope_key = v[..., -self.config.qk_pos_emb_head_dim :]
+            keys = {"latent": Latent(k[:, :, 0], rope_key, self.up_weight(), self.mla_latent)}
         elif self.mla_latent == "on" and self.training:
             raise ValueError(
                 f"layer {self.layer_number}: --burst-mla-latent on needs the latent, and this layer gave "

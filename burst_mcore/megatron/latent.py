@@ -2,7 +2,7 @@
 
 An MLA layer up-projects its latent to K and V of all heads, and calls core attention. Here the layer's own
 code runs with a stand-in for that up-projection, which only takes its input. Core attention gets the latent
-and the rope key as one key of one head, and values of no heads: these mark it. Norms, rope and the regions of
+as its key, and a value that ends in the rope key, and `up_weight` says so. Norms, rope and the regions of
 tensor parallelism stay Megatron's.
 
 This can go when Megatron gives core attention its latent.
@@ -24,24 +24,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.wrap import around, wrap
 
 
 def hand_over_latents() -> None:
     """Let MLA layers give their latent to core attentions whose `mla_latent` is not "off"."""
     wrap(MLASelfAttention, "get_query_key_value_tensors", _handing_over)
-
-
-def is_latent(value: Tensor) -> bool:
-    """Return whether these values mark a key as a latent: they have no heads."""
-    return value.shape[-2] == 0
-
-
-def latent_of(key: Tensor, weight: Tensor, travels: str) -> Latent:
-    """Return the latent in a key [B, S, 1, R + Dr]; weight: [H, R, Dk + Dv]."""
-    compressed, rope_key = key.split([weight.shape[1], key.shape[-1] - weight.shape[1]], -1)
-    return Latent(compressed[:, :, 0], rope_key, weight, travels)
 
 
 _signature = functools.cache(inspect.signature)
@@ -52,15 +40,16 @@ def _handing_over(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     """Wrap the function of a layer that makes its query, key and value."""
     arguments = _signature(original).bind(self, *args, **kwargs).arguments
     cached = any(arguments.get(name) is not None for name in ("inference_context", "inference_params"))
-    if cached or getattr(self.core_attention, "mla_latent", "off") == "off":
+    if getattr(self.core_attention, "mla_latent", "off") == "off":
+        return original(self, *args, **kwargs)
+    self.core_attention.up_weight = None if cached else functools.partial(_weight, self)
+    if cached:
         return original(self, *args, **kwargs)
     with _taking_the_latent(self) as taken:
         query, key, _, *others = original(self, *args, **kwargs)
     (latent,) = taken
-    rope_key = key[..., :1, self.config.qk_head_dim :]
-    self.core_attention.up_weight = functools.partial(_weight, self)
-    key = torch.cat([latent.unsqueeze(-2), rope_key], -1)
-    return query, key, query[..., :0, :], *others
+    # As wide as a query: Megatron pads values that are not, of packed sequences, and trims the output then.
+    return query, latent.unsqueeze(-2), key[..., :1, :], *others
 
 
 def _weight(layer: Any) -> Tensor:

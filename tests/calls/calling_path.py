@@ -39,9 +39,9 @@ def calling_path(rank, size, ring):
     """
     times, meet = {False: [], True: []}, Agreement.meet
 
-    def timed(self, *args, ahead=False):
+    def timed(self, *args, ahead=False, **others):
         start = time.thread_time()
-        agreed = meet(self, *args, ahead=ahead)
+        agreed = meet(self, *args, ahead=ahead, **others)
         times[ahead].append(time.thread_time() - start)
         return agreed
 
@@ -60,7 +60,7 @@ def lines_run(rank, size):
     """
     lines, meet = {}, Agreement.meet
 
-    def counted(self, *args, ahead=False):
+    def counted(self, *args, ahead=False, **others):
         lines[ahead] = 0
 
         def traced(frame, event, arg):
@@ -71,7 +71,7 @@ def lines_run(rank, size):
 
         sys.settrace(traced)
         try:
-            return meet(self, *args, ahead=ahead)
+            return meet(self, *args, ahead=ahead, **others)
         finally:
             sys.settrace(None)
 

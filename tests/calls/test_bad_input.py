@@ -731,7 +731,9 @@ def _documents_apart(rank, size):
         ).sum().backward()
     looked = []
     meet = Agreement.meet
-    Agreement.meet = lambda self, *args, ahead=False: looked.append(ahead) or meet(self, *args, ahead=ahead)
+    Agreement.meet = lambda self, *args, ahead=False, **others: (
+        looked.append(ahead) or meet(self, *args, ahead=ahead, **others)
+    )
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"mask: .* on ranks \[0, 2\], .* on ranks \[1\]"):
         mask = Mask.causal() & Mask.documents([0, 12, 24] if rank == 1 else [0, 1, 2, 24])
@@ -755,7 +757,9 @@ def _looked_at_without_gradients(rank, size):
         return _attend(topology=topology, mask=mask, config=config)
 
     looked, meet = [], Agreement.meet
-    Agreement.meet = lambda self, *args, ahead=False: looked.append(ahead) or meet(self, *args, ahead=ahead)
+    Agreement.meet = lambda self, *args, ahead=False, **others: (
+        looked.append(ahead) or meet(self, *args, ahead=ahead, **others)
+    )
     for ends in ([0, 8, 16], [0, 4, 8, 16]):
         attend(ends)
     with pytest.raises(ValueError, match="mask: .* on ranks .0., .* on ranks .1."):
@@ -769,7 +773,8 @@ def test_a_forward_without_gradients_is_looked_at_before_it_returns():
     assert processes(2, _looked_at_without_gradients) == [[False, True, True]] * 2
 
 
-@pytest.mark.parametrize("size", [2, 5, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a time, which other work of the machine adds to
+@pytest.mark.parametrize("size", [2, 5, 8])
 def test_the_calling_path_takes_a_tenth_of_a_millisecond(size):
     for waiting, ahead in processes(size, calling_path, size):
         assert max(waiting, ahead) < BAR

@@ -79,6 +79,7 @@ def test_a_step_calls_few_functions(passes, name, most):
     assert most / 2 < _calls(passes[name]) / SIZE <= most
 
 
+@pytest.mark.slow  # a time, which other work of the machine adds to
 @pytest.mark.parametrize("name", ["forward", "query", "kv"])
 def test_the_host_takes_little_time_for_a_step(passes, name):
     """Of this thread, and the least of many: what else the machine does takes no part."""

@@ -156,14 +156,14 @@ class Kernel:
         return (lse.amax((0, 2)) / steep).to(wide(q.dtype))
 
     def shares(
-        self, inputs: BackwardInputs, pattern: Pattern, scores: Scores, *, queries_travel: bool, large: bool
+        self, inputs: BackwardInputs, pattern: Pattern, scores: Scores, *, queries_rotate: bool, large: bool
     ) -> Shares:
-        """Return a tile's gradients of queries, and of keys and values.
+        """Return a tile's gradients: first of the side that stays, then of the side that rotates.
 
-        Those of the side that stays must be taken first, since one launch may make both. The sums that travel
-        are not here yet: their share then waits for them in memory of its own.
+        They must be taken in this order, since one launch may make both. The sums that rotate are not here
+        yet: their share then waits for them in memory of its own.
 
-        large: the results are large, and queries travel: their memory may be halved by more launches.
+        large: the results are large, and queries rotate: their memory may be halved by more launches.
         """
         if not (self.takes_delta or self.in_place):
             if large and not (self.copies or inputs.k.shape[2] % 2) and (pattern.full or pattern.causal):
@@ -171,29 +171,30 @@ class Kernel:
             inputs = inputs.with_output()
         if not self.in_place:
             dq, dk, dv = self.backward(inputs, pattern, scores)
-            return (dq,), (dk, dv)
+            return ((dk, dv), (dq,)) if queries_rotate else ((dq,), (dk, dv))
         _, add_dq, add_dkv, at_once, add_all = self.in_place
         if not at_once(inputs, scores):
-            arguments = inputs, pattern, scores
-            return partial(add_dq, *arguments), partial(add_dkv, *arguments)
+            of_queries, of_keys = (partial(add, inputs, pattern, scores) for add in (add_dq, add_dkv))
+            return (of_keys, of_queries) if queries_rotate else (of_queries, of_keys)
         assert add_all
-        waiting = tuple(
+        rotating = tuple(
             torch.empty_like(x, dtype=wide(x.dtype), memory_format=torch.contiguous_format)
-            for x in ((inputs.q,) if queries_travel else (inputs.k, inputs.v))
+            for x in ((inputs.q,) if queries_rotate else (inputs.k, inputs.v))
         )
 
-        def stay(*sums: Tensor, fresh: bool) -> None:
-            if queries_travel:
-                add_all(inputs, pattern, scores, *waiting, *sums, fresh_dq=True, fresh_dkv=fresh)
+        def staying(*sums: Tensor, fresh: bool) -> None:
+            if queries_rotate:
+                add_all(inputs, pattern, scores, *rotating, *sums, fresh_dq=True, fresh_dkv=fresh)
             else:
-                add_all(inputs, pattern, scores, *sums, *waiting, fresh_dq=fresh, fresh_dkv=True)
+                add_all(inputs, pattern, scores, *sums, *rotating, fresh_dq=fresh, fresh_dkv=True)
 
-        return (waiting, stay) if queries_travel else (stay, waiting)
+        return staying, rotating
 
     def _by_halves(self, inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Shares:
-        """Return the shares of two launches, each of half of the heads; the first is added before the second.
+        """Return the gradients of two launches, each of half of the heads; dK and dV stay, dQ rotates.
 
-        Half of the stand-in for out, of dK and of dV is then there at once. dQ waits, by halves.
+        The first half is added before the second is made: half of the stand-in for out, of dK and of dV is
+        there at once. dQ waits, by halves.
         """
         waiting: list[Tensor] = []
 
@@ -202,7 +203,7 @@ class Kernel:
                 to = total.chunk(2, -2)[half]
                 (to.copy_ if fresh else to.add_)(share)
 
-        def stay(*sums: Tensor, fresh: bool) -> None:
+        def staying(*sums: Tensor, fresh: bool) -> None:
             for half in (0, 1):
                 views = [x if x is None else x.chunk(2, -2)[half] for x in inputs]
                 of_half = BackwardInputs(*views)  # type: ignore[arg-type]  # out alone may be None
@@ -211,8 +212,8 @@ class Kernel:
                 add(half, sums, shares, fresh=fresh)
                 del shares  # their memory is free before the next launch
 
-        def travel(total: Tensor, *, fresh: bool) -> None:
+        def rotating(total: Tensor, *, fresh: bool) -> None:
             for half, share in enumerate(waiting):
                 add(half, (total,), (share,), fresh=fresh)
 
-        return travel, stay
+        return staying, rotating

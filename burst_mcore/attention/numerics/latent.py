@@ -10,13 +10,13 @@ the rope key, Dv width of a value. Queries and whole keys have head dim D = Dk +
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
-from burst_mcore.attention.numerics.merge import GradientSums, Held, KeyBlocks
+from burst_mcore.attention.numerics.merge import Block, GradientSums, KeyBlocks
 from burst_mcore.attention.numerics.segments import KernelResults
 from burst_mcore.dtypes import wide
 
@@ -100,18 +100,20 @@ class _Expanded:
         rows: the rows to expand.
     """
 
-    def __init__(self, expansion: Expansion, latent: Held[Any], rows: Rows) -> None:
+    def __init__(self, expansion: Expansion, latent: Block, rows: Rows) -> None:
         self._expansion, self._latent, self._rows = expansion, latent, rows
-        self._compressed, rope_key = (gather(x, relative_to(latent.rows, rows)) for x in latent.bundle)
+        self.wants_gradients = latent.sums is not None
+        self._compressed, rope_key = (gather(x, relative_to(latent.rows, rows)) for x in latent.tensors)
         keys: KernelResults = expansion.expand(self._compressed, rope_key)
-        self.keys = Held(rows, keys, GradientSums(keys, rows))
+        self._sums = GradientSums(keys, rows)
+        self.keys = Block(rows, keys, self._sums)
 
     def hand_on(self, span: range | None = None) -> None:
         """Hand on the gradients of a span, where all rows are expanded; None: of the rows that are.
 
         That of the weights is added to that of other rows.
         """
-        rows, compressed, sums = self._rows, self._compressed, self.keys.sums
+        rows, compressed, sums = self._rows, self._compressed, self._sums
         if span is None:
             gradients = sums.results()
         else:
@@ -121,7 +123,7 @@ class _Expanded:
                 sums.room(compressed.dtype, len(span)),
             )
             sums.put(span, gradients)
-        self._latent.sums.take(rows, self._expansion.gradients(compressed, *gradients))
+        self._latent.take(rows, self._expansion.gradients(compressed, *gradients))
 
 
 class LatentBlocks(KeyBlocks):
@@ -131,7 +133,7 @@ class LatentBlocks(KeyBlocks):
         self._expansion = expansion
         self._expanded: dict[int, _Expanded] = {}
 
-    def block(self, owner: int, received: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
+    def block(self, owner: int, received: Block, read: Callable[[], Rows]) -> Block:
         if owner not in self._expanded:
             self._expanded[owner] = _Expanded(self._expansion, received, read())
         return self._expanded[owner].keys
@@ -140,9 +142,9 @@ class LatentBlocks(KeyBlocks):
         if owner in self._expanded:
             self._expanded[owner].hand_on(span)
 
-    def close(self, owner: int, is_last: Callable[[], bool], *, gradients: bool = True) -> None:
-        expanded = self._expanded.pop(owner, None) if is_last() else None
-        if expanded and gradients:
+    def close(self, owner: int) -> None:
+        expanded = self._expanded.pop(owner, None)
+        if expanded and expanded.wants_gradients:
             expanded.hand_on()
 
 

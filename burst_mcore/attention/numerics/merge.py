@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,29 +30,41 @@ WAITING = 8
 """Parts of a row, at most, that wait to be put together."""
 GradientShare = KernelResults | Callable[..., None]
 """A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
-AnySums = TypeVar("AnySums")
 
 
-class Held(NamedTuple, Generic[AnySums]):
-    """Rows of a position that are here, and the sums that take the results of a pass for them."""
+class Sums(Protocol):
+    """Running gradients of the tensors of a block, or gradients that wait for these."""
+
+    def take(self, rows: Rows, share: GradientShare) -> None:
+        """Add a tile's gradients of these rows; tensors may be kept and written."""
+
+
+class Block(NamedTuple):
+    """Rows of one ring rank that are here, and the sums that take the gradients of tiles for them."""
 
     rows: Rows | None
-    """Which rows of the position; None: all."""
-    bundle: KernelResults
-    """Their tensors."""
-    sums: AnySums
+    """Which rows of their owner; None: all."""
+    tensors: KernelResults
+    """K and V of these rows, or (q, dO, D, LSE)."""
+    sums: Sums | None = None
+    """In backward."""
     out: Tensor | None = None
     """The output of queries in backward, or a stand-in for it, where it is known."""
+
+    def take(self, rows: Rows, share: GradientShare) -> None:
+        """Give the sums a tile's gradients of these rows."""
+        assert self.sums is not None
+        self.sums.take(rows, share)
 
 
 class KeyBlocks:
     """K and V of the blocks that a pass receives: as they came. `LatentBlocks` makes them of latents."""
 
-    def block(self, owner: int, received: Held[Any], read: Callable[[], Rows]) -> Held[Any]:
+    def block(self, owner: int, received: Block, read: Callable[[], Rows]) -> Block:
         """Return K and V of a received block, with the sums of their gradients: the same until `close`.
 
         Args:
-            owner: the position whose rows these are.
+            owner: the ring rank whose rows these are.
             read: returns the rows that tiles will ask for.
         """
         return received
@@ -60,8 +72,8 @@ class KeyBlocks:
     def settle(self, owner: int, span: range) -> None:
         """Let the sums of `received` have the gradients of some rows; all of the owner were read."""
 
-    def close(self, owner: int, is_last: Callable[[], bool], *, gradients: bool = True) -> None:
-        """Forget a block after its last tile, and let the sums of `received` have its gradients."""
+    def close(self, owner: int) -> None:
+        """Forget a block after its last tile, and let the sums of `received`, if any, have its gradients."""
 
 
 class _Sum(ABC):
@@ -355,8 +367,8 @@ class GradientSums:
         return tuple([total.room(dtype, rows)[0] for total in self._sums])
 
 
-class WaitingShares:
-    """The gradients of a bundle from the last compute, while the sums that travel are on their way."""
+class PendingGradients:
+    """The gradients of a rotating block from the last compute, while its sums are on their way."""
 
     def __init__(self) -> None:
         self._shares: list[tuple[Rows, GradientShare]] = []

@@ -144,8 +144,7 @@ def agree_on_backward(
     description = Pass.QUERY, request.shard, request.config, request.scores, call.route, through_lse
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
     ahead = in_autograd and description in agreement.seen and transport.connected((call.direction,))
-    number = {"of call": str(record.number)}  # apart: digests of signatures that stay the same are cached
-    agreed = agreement.meet(signature, number, 0, ahead=ahead)
+    agreed = agreement.meet(signature, {}, 0, ahead=ahead, of_call=record.number)
     agreement.seen[description] = True
     if ahead:
         torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
-from burst_mcore.attention.forward import Inputs, forward, forward_of_head, tail_of
-from burst_mcore.attention.geometry.cuts import check_keep, cut_for
+from burst_mcore.attention.forward import Inputs, forward
+from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
@@ -39,6 +39,7 @@ from burst_mcore.attention.operator.replay import (
     entered,
     recompute_of,
 )
+from burst_mcore.attention.operator.tail import forward_of_head, tail_of
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.request import Request, Tensors
 from burst_mcore.attention.runtime.executor import Transport, transport_of
@@ -140,7 +141,7 @@ def attend(tensors: Tensors, request: Request, topology: Topology) -> tuple[Tens
     out, lse, max_logit, tail = _applied(request, topology, needs_gradient, recompute, *tensors)
     with refusing(agreement):
         for recording in entered.recordings:
-            recording.record(call_id, tail)
+            recording.record(call_id, recompute.tail or tail)
     return out, lse, max_logit
 
 
@@ -171,18 +172,16 @@ def run_forward(
         for pass_ in passes_of(call, needs_gradient):
             transport.connect(pass_)
         transport = transport.labelled(agreed.label) if agreement else transport
-        attended = _attended(call, transport, tensors, recompute.tail, tokens)
+        attended = _ring_forward(call, transport, tensors, recompute.tail, tokens)
         results = _results(call, tensors, attended, CallRecord(agreed.number, lengths))
-        if entered.in_checkpoint:
-            results = results._replace(
-                tail=recompute.tail or _tail(request, call, attended, results, recompute)
-            )
+        if entered.in_checkpoint and recompute.tail is None:
+            results = results._replace(tail=_tail(request, call, attended, results, recompute))
     if agreement is not None and not needs_gradient and not entered.in_checkpoint:
         agreement.settle()  # no backward will
     return results
 
 
-def _attended(
+def _ring_forward(
     call: Call, transport: Transport, tensors: Tensors, tail: SavedTail | None, tokens: int
 ) -> Attended:
     """Run a forward, or that of the queries before the cut of a tail."""
@@ -194,7 +193,7 @@ def _attended(
     inputs = Inputs(q, _keys(call, k, v, expansion), sinks)
     if tail is None or not tail.tensors:
         return forward(call, transport, inputs)
-    return forward_of_head(call, transport, inputs, cut=tail.cut, tail=tail.tensors, tokens=tokens)
+    return forward_of_head(call, transport, inputs, tail, tokens)
 
 
 def _keys(call: Call, k: Tensor, v: Tensor, expansion: Expansion | None) -> Keys:
@@ -231,10 +230,7 @@ def _tail(
         kept += [results.lse] if call.route.heads > 1 and call.lse_at_home else []
         kept += [results.max_logit] if call.scores.max_logit else []
         return SavedTail(0, [x.detach() for x in kept], copied=False)
-    layout, mask, size = request.layout, request.mask, request.ranks.size
-    cut = cut_for(recompute.keep, layout, mask, call.plan.n, size, at_most=recompute.at_most).position
-    tokens = results.record.lengths[call.rank]
-    return SavedTail(cut, tail_of(call, cut, attended, tokens), copied=True)
+    return tail_of(request, call, recompute, attended, results.record.lengths[call.rank])
 
 
 def run_backward(
@@ -250,7 +246,8 @@ def run_backward(
     with refusing(agreement):
         call = call_of(request, record.lengths)
         if dlse is not None:
-            call = replace(call, kernel=taking_delta(request.config.kernel, call.problem))
+            kernel, problem = request.config.kernel, call.problem
+            call = call.variant("lse", lambda: {"kernel": taking_delta(kernel, problem)})
         transport = transport_of(topology, call.route, request.config.max_ctas)
     agreed = agree_on_backward(request, call, record, agreement, transport, through_lse=dlse is not None)
     with in_ring(agreement), _alone(saved.out.device):
@@ -261,11 +258,11 @@ def run_backward(
         if dlse is not None:  # d lse / d scores = P, which enters dS = P * (dP - D) as -D does
             delta -= dlse
         dsinks = None if saved.sinks is None else _sinks_gradient(saved.sinks, saved.lse, delta)
-        dq, dk, dv, dup = _differentiated(call, transport, saved, dout, delta)
+        dq, dk, dv, dup = _ring_backward(call, transport, saved, dout, delta)
     return dq, dk, dv, dsinks, dup
 
 
-def _differentiated(
+def _ring_backward(
     call: Call, transport: Transport, saved: Saved, dout: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (dq, dk, dv, dup) of this rank's tokens."""

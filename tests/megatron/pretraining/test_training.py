@@ -155,7 +155,7 @@ def test_the_latent_of_mla(data, tmp_path, monkeypatch):
     call = [*BURST, *CP2, "--burst-backward", "kv", *mla]
     plain = train(tmp_path / "plain", 2, data, *call)
     with monkeypatch.context() as patch:
-        patch.setattr(core_attention, "latent_of", None)  # none is made without the flag
+        patch.setattr(core_attention, "Latent", None)  # none is made without the flag
         assert_equal(train(tmp_path / "without", 2, data, *call, iterations=1), plain[:1])
         with pytest.raises(JobFailedError):
             train(tmp_path / "with", 2, data, *call, "--burst-mla-latent", "on", iterations=1)
