@@ -21,13 +21,12 @@ from burst_bench.core import World
 from burst_bench.launch import in_processes, joined
 from burst_bench.methods.attention import share_of
 from burst_bench.methods.kernels import both_ways, scores_of
-from burst_mcore.attention.autotune.cost import pass_flops
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.machines import CPU
-from burst_mcore.rates import Rates
+from burst_mcore.rates import CPU, Rates
+from burst_plan.simulate.cost import pass_flops
 
 
 @dataclass(frozen=True)

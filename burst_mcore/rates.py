@@ -1,10 +1,12 @@
-"""The speed of a cluster: rates of kernels, memory and links, for the cost model."""
+"""The speed of a cluster: rates of kernels, memory and links, and the rates that "auto" takes by default."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -119,3 +121,39 @@ _OTHER = ("hidden", "head_dims", "levels")
 
 def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+RATES_FILE = "BURST_MCORE_RATES"
+"""Environment variable: a file of rates that replaces the defaults, as `burst-mcore calibrate` writes it."""
+
+CPU = Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False)
+"""Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share."""
+
+CUDA = Rates(
+    intra=382.5e9,
+    inter=42.5e9,
+    compute=919_770_000_000_000,
+    backward=662_630_000_000_000,
+    exponentials=3.9e12,
+    memory=3350e9,
+    fill=300.0,
+    wave=132 * 128,
+    wave_backward=132 * 128,
+    head_dims=(32, 64, 96, 128, 192, 256),
+    call=0.15e-3,
+    slowdown=0.06,
+)
+"""Any GPU: an H100 with NVLink and a network card of its own, as in `burst_plan.machines`."""
+
+
+@lru_cache
+def default_rates(device: str) -> Rates:
+    """Return the rates of a kind of device, "cpu" or "cuda": those of the file in `RATES_FILE`, if it is set.
+
+    Raises:
+        ValueError: the file holds no rates.
+    """
+    path = os.environ.get(RATES_FILE)
+    if path:
+        return Rates.load(path)
+    return CUDA if device == "cuda" else CPU

@@ -1,5 +1,6 @@
 """burst_plan: answers before a run, and the command `burst-mcore`.
 
+simulate    simulators of schedules on the clock of a cluster; machines: known GPUs and their links
 explain     schedules and masks: predictions, dry runs, pictures, traces
 step        a whole training step: its time, its memory, and the best way to run a model
 doctor      a configuration of DeepSpeed or Megatron, examined

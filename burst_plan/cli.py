@@ -346,9 +346,9 @@ def doctor(
 ) -> None:
     """Predict what a configuration of DeepSpeed or Megatron does, whether it fits, what would be faster."""
     from burst_mcore.deepspeed.config.section import reference as page
-    from burst_mcore.machines import machine
     from burst_mcore.rates import Rates
     from burst_plan.doctor.checkup import HERE, Asked, checkup
+    from burst_plan.machines import machine
     from burst_plan.words import gpu as described
 
     if reference:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from burst_mcore.attention.autotune.ways import Ranks
+    from burst_mcore.attention.route.ways import Ranks
     from burst_mcore.rates import Rates
 
 Heads = Annotated[int, typer.Option(help="Number of query heads.")]
@@ -55,9 +55,9 @@ def ranks_and_rates(cluster: str, rates_file: Path | None, gpu: str | None) -> t
     """Return the ranks and the rates that options name."""
     import torch
 
-    from burst_mcore.machines import MACHINES, default_rates
-    from burst_mcore.rates import Rates
+    from burst_mcore.rates import Rates, default_rates
     from burst_plan.explain.predict import cluster as parse
+    from burst_plan.machines import MACHINES
 
     where, machine = parse(cluster, gpu)
     if rates_file is not None and machine is not None:

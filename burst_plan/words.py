@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from burst_mcore.machines import MACHINES, Machine
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
+from burst_plan.machines import MACHINES, Machine
 
 SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
 MOST_TOKENS = 2**40

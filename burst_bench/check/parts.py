@@ -15,7 +15,7 @@ from burst_bench.subjects.kernels import WRONG, HopsCase, KernelCase, RowCase
 from burst_bench.subjects.loss import HeadCase
 from burst_bench.subjects.recompute import OffloadCase
 from burst_bench.subjects.virtual_ring import VirtualCase
-from burst_mcore.machines import CONSTANTS
+from burst_plan.machines import CONSTANTS
 
 
 def claim(

@@ -20,21 +20,21 @@ from burst_bench.methods.attention import share_of
 from burst_bench.published import methods as published
 from burst_bench.published.rows import Row
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune import cost
-from burst_mcore.attention.autotune.choose import Candidate
-from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import fastest
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import Plan, plan_for
+from burst_mcore.attention.route.choose import Candidate
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule import actions as does
 from burst_mcore.attention.schedule.actions import Compute, Kind, Link, Pass, Program, Recv, Send, Wait
 from burst_mcore.attention.schedule.route import PASSES, Route, schedule
 from burst_mcore.attention.shard import Shard
-from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
 from burst_plan.explain.predict import cluster
 from burst_plan.explain.verify import verify
+from burst_plan.machines import MACHINES
+from burst_plan.simulate import cost
+from burst_plan.simulate.costing import pairs_of, work_of
+from burst_plan.simulate.search import fastest
 
 LAYOUT, MASK = Layout("zigzag"), Mask.causal()
 

@@ -17,8 +17,8 @@ from burst_bench.published.methods import FITTED, seconds_of, way_of
 from burst_bench.published.rows import CPU, Row, read, rows_of
 from burst_bench.published.training import OUT_OF_MEMORY, of_row
 from burst_bench.published.training import figure as figure_of
-from burst_mcore.machines import MACHINES, Constants, Machine
 from burst_mcore.rates import Rates
+from burst_plan.machines import MACHINES, Constants, Machine
 from burst_plan.step.way import Way
 
 LEGAL = f"one of {', '.join(MACHINES)}"

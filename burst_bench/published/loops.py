@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from burst_mcore.attention.autotune.cost import Passes
 from burst_mcore.attention.schedule import actions as does
 from burst_mcore.attention.schedule.actions import HOME, Channel, Compute, Kind, Link, Program, Wait
+from burst_plan.simulate.cost import Passes
 
 _DATA, _GRADIENT = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTRA, Kind.GRADIENT)
 _ROUNDED = Channel(Link.INTRA, Kind.TOTAL)

@@ -15,19 +15,19 @@ from burst_bench.published import loops
 from burst_bench.published.loops import Gather, Loop
 from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.autotune import cost
-from burst_mcore.attention.autotune.cost import CallTime, message_bytes
-from burst_mcore.attention.autotune.costing import pairs_of
-from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import TRAINED
-from burst_mcore.machines import CONSTANTS, MACHINES
 from burst_mcore.rates import Rates
+from burst_plan.machines import CONSTANTS, MACHINES
+from burst_plan.simulate import cost
+from burst_plan.simulate.cost import CallTime, message_bytes
+from burst_plan.simulate.costing import pairs_of
+from burst_plan.simulate.lockstep import KernelWork, RoutedPass, play_all
 
 FITTED = replace(CONSTANTS, call=CONSTANTS.loops)
 """Constants of public rows, which are those of other projects' loops."""

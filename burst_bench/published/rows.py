@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from burst_bench.core import METHODS, Method, Table
-from burst_mcore.attention.autotune.cost import allowed_pairs
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.dtypes import TRAINED
-from burst_mcore.machines import machine_of
 from burst_mcore.mask import Mask
 from burst_plan import provenance
+from burst_plan.machines import machine_of
+from burst_plan.simulate.cost import allowed_pairs
 
 MASKS = ("causal", "full", "varlen_causal", "varlen_full")
 PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}

@@ -10,9 +10,9 @@ from typing import Any
 from burst_bench.published.methods import FITTED, WAYS, seconds_of
 from burst_bench.published.methods import MethodWay as AttentionWay
 from burst_bench.published.rows import Row
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.machines import MACHINES, Machine
+from burst_plan.machines import MACHINES, Machine
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import Cluster, PredictedStep
 from burst_plan.step.figures import step as step_of

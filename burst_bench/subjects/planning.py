@@ -15,15 +15,15 @@ import torch
 from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
 from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import fastest
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.aten import CPU
+from burst_mcore.attention.route.choose import decide
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.machines import MACHINES
+from burst_plan.machines import MACHINES
 
 TOKENS = 4096
 """Of a rank."""
@@ -72,7 +72,7 @@ def _auto(size: int, mask: Mask) -> None:
     share = share_of(TOKENS, heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     config = BurstConfig(ring="auto", head_parallel=1, backward="auto")
     rates, layout = MACHINES["A800"].rates, Layout("zigzag")
-    fastest(config, Question(share, layout, mask, TOKENS * size, Ranks(size, NODE), rates).typical)
+    decide(config, Question(share, layout, mask, TOKENS * size, Ranks(size, NODE), rates))
 
 
 PLANNED: dict[str, Callable[[int], object]] = {

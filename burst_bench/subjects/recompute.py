@@ -18,11 +18,11 @@ from burst_bench.memory import peak_meter
 from burst_bench.methods.attention import attended, share_of
 from burst_bench.methods.layers import KEPT, OFFLOADED, POLICIES, LayerMethod, as_it_is
 from burst_mcore import BurstConfig, Layout, Mask, Topology, positions
-from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
 from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.plan import head_mask
 from burst_mcore.attention.schedule.actions import Pass
 from burst_plan.explain.problem import DTYPES
+from burst_plan.simulate.cost import allowed_pairs, pass_flops
 
 WRONG = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 """A method whose gradients differ by more, relative to their norm, is wrong."""

@@ -12,7 +12,7 @@ from burst_bench.memory import of_process, peak_meter
 from burst_bench.methods import steps_deepspeed, steps_fsdp, steps_megatron
 from burst_bench.methods.steps import Train, TrainedCase
 from burst_mcore.attention.runtime import topology
-from burst_mcore.machines import MACHINES, machine_of
+from burst_plan.machines import MACHINES, machine_of
 
 FRAMEWORKS = {"deepspeed": steps_deepspeed, "fsdp": steps_fsdp, "megatron": steps_megatron}
 HOST_NAME = topology.host_name

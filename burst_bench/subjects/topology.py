@@ -19,18 +19,18 @@ from burst_bench.calibrate import exchange, least
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, in_words, one_of
 from burst_bench.methods.attention import attended, share_of
 from burst_mcore import BurstConfig, Layout, Mask, Topology
-from burst_mcore.attention.autotune import search
-from burst_mcore.attention.autotune.choose import Candidate, best
-from burst_mcore.attention.autotune.cost import allowed_pairs, pass_flops
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.route.choose import Candidate, best
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
+from burst_plan.simulate import search
+from burst_plan.simulate.cost import allowed_pairs, pass_flops
 
 WITHIN = 1.05
 """The choice of the cost model is right if it is at most so much slower than the fastest measured."""

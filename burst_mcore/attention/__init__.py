@@ -3,7 +3,7 @@
     mask, layout   which tokens attend to which, and which rank holds which (packages beside this one)
     geometry       rows, pieces and tiles: which queries meet which keys, and whose rows a rank needs
     schedule       a program of actions for every rank, which prints and can be verified
-    autotune       the choice of a schedule by its bytes, FLOPs and simulated time
+    route          the rule by which a call chooses its way, from counted pairs and bytes
     numerics       the maths around tiles: partial outputs merged, gradients summed
     kernels        the maths of a tile, by a table of libraries
     runtime        process groups, and the executor of a program

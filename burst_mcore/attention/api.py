@@ -11,13 +11,6 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from burst_mcore.attention.autotune.ways import (
-    Ranks,
-    placements,
-    route_for,
-    searched_rings,
-    why_not_placed,
-)
 from burst_mcore.attention.checks import check_parts, no_topology
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.operator.agree import agreement_of, refusing
@@ -25,6 +18,7 @@ from burst_mcore.attention.operator.compiled import Keyed, attention_forward, ke
 from burst_mcore.attention.operator.function import attend, gradient_wanted
 from burst_mcore.attention.operator.replay import entered, keeps_results
 from burst_mcore.attention.request import Options, Tensors, validate
+from burst_mcore.attention.route.ways import Ranks, placements, route_for, searched_rings, why_not_placed
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass

@@ -116,13 +116,24 @@ class Call:
         return self._bound[pass_]
 
     def tiles(
-        self, q_position: int, k_position: int, *, q_part: int | None = None, k_part: int | None = None
+        self,
+        q_position: int,
+        k_position: int,
+        *,
+        q_part: int | None = None,
+        k_part: int | None = None,
+        keys_stay: bool = False,
     ) -> Tiles:
-        """Return where the queries of one position, or of a member there, meet the keys of another."""
+        """Return where the queries of one position, or of a member there, meet the keys of another.
+
+        keys_stay: as in `Plan.pieces`.
+        """
         key = q_position, k_position, q_part, k_part
         if key not in self._tiles:
+            parts = {"q_part": q_part, "k_part": k_part}
+            abilities = self.kernel.abilities
             self._tiles[key] = tiles_of(
-                self.plan, q_position, k_position, self.kernel.abilities, q_part=q_part, k_part=k_part
+                self.plan, q_position, k_position, abilities, **parts, keys_stay=keys_stay
             )
         return self._tiles[key]
 
@@ -146,7 +157,7 @@ class Call:
         if key not in self._tiles:
             rows = action.source, self.position
             if pass_ == Pass.QUERY:
-                self._tiles[key] = self.tiles(*rows, k_part=action.part)
+                self._tiles[key] = self.tiles(*rows, k_part=action.part, keys_stay=True)
             else:
                 self._tiles[key] = self.tiles(*reversed(rows), q_part=action.part)
         return self._tiles[key]

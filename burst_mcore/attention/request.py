@@ -16,9 +16,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Latest, Signature
-from burst_mcore.attention.autotune.decide import decide
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.ways import Ranks, degrees_of
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.checks import (
     check_latent,
@@ -32,13 +29,15 @@ from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.route.choose import decide
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks, degrees_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
-from burst_mcore.machines import default_rates
 from burst_mcore.mask import Mask
-from burst_mcore.rates import Rates
+from burst_mcore.rates import Rates, default_rates
 
 
 class Options(NamedTuple):

@@ -29,7 +29,7 @@ def transposed(bands: Tensor) -> Tensor:
 def tightened(bands: Tensor) -> Tensor:
     """Bands [bands, 6] without rows and columns that their diagonals do not reach; empty ones left out."""
     inner = tight(bands)
-    return inner[_has_pairs(inner)]
+    return inner[has_pairs(inner)]
 
 
 def tight(bands: Tensor) -> Tensor:
@@ -43,7 +43,8 @@ def tight(bands: Tensor) -> Tensor:
     return torch.stack([q0, q1, k0, k1, low, high], 1)
 
 
-def _has_pairs(bands: Tensor) -> Tensor:
+def has_pairs(bands: Tensor) -> Tensor:
+    """Return which bands have any pair, of bands that are `tight`."""
     q0, q1, k0, k1, low, high = bands.unbind(1)
     return (q0 < q1) & (k0 < k1) & (low <= high)
 
@@ -103,7 +104,7 @@ def _without(bands: Tensor, others: Tensor, i: Tensor, j: Tensor) -> Tensor:
 def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the pairs of a[p] that b[p] lacks, for each p, as disjoint bands, and the p of each band."""
     common = tight(_overlap(a, b))
-    meet = _has_pairs(common)[:, None]
+    meet = has_pairs(common)[:, None]
     q0, q1, k0, k1, _, _ = common.unbind(1)
     none = torch.zeros_like(a)
     before, after, left, right, lower, upper = (a.clone() for _ in range(6))
@@ -116,7 +117,7 @@ def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         piece[:, 2], piece[:, 3] = k0, k1
     cut = [torch.where(meet, piece, none) for piece in (before, after, left, right, lower, upper)]
     pieces = tight(torch.cat([torch.where(meet, none, a), *cut]))
-    some = _has_pairs(pieces)
+    some = has_pairs(pieces)
     return pieces[some], torch.arange(len(a)).repeat(7)[some]
 
 
@@ -124,7 +125,7 @@ def _meetings(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return (i, j) of all bands a[i] and b[j] that have a pair in common."""
     pairs = [torch.zeros(2, 0, dtype=torch.int64)]
     for i, j in _near(a, b):
-        pairs.append(torch.stack([i, j])[:, _has_pairs(tight(_overlap(a[i], b[j])))])
+        pairs.append(torch.stack([i, j])[:, has_pairs(tight(_overlap(a[i], b[j])))])
     i, j = torch.cat(pairs, 1)
     return i, j
 

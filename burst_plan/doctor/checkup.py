@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.deepspeed.config.section import config_dict
-from burst_mcore.machines import MACHINES, Machine, default_rates, machine_of
-from burst_mcore.rates import Rates
+from burst_mcore.rates import Rates, default_rates
 from burst_mcore.transformers.models.served import use_burst
 from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_megatron
 from burst_plan.doctor.review import predicted, review
 from burst_plan.doctor.section import examine, quiet
 from burst_plan.explain.predict import MOST_RANKS
+from burst_plan.machines import MACHINES, Machine, machine_of
 from burst_plan.step.figures import Cluster
 from burst_plan.step.model import Model, model_of, named
 from burst_plan.step.planned import length_of, recommendation

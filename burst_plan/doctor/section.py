@@ -9,22 +9,22 @@ from pathlib import Path
 
 import torch
 
-from burst_mcore.attention.autotune.choose import best, reason
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import tried
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import refuse_batch, refuse_config, sequence_parallel_size
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.layout import Layout
-from burst_mcore.machines import Machine, default_rates
 from burst_mcore.mask import Mask
-from burst_mcore.rates import Rates
+from burst_mcore.rates import Rates, default_rates
 from burst_mcore.transformers.errors import refuse, refuse_versions
+from burst_plan.machines import Machine
+from burst_plan.simulate.reason import reason
+from burst_plan.simulate.search import taken, tried
 from burst_plan.step.model import Model
 from burst_plan.step.recurrence import told
 
@@ -104,7 +104,7 @@ def examine(
     if size > 1 and model.attending:
         question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
         ways = tried(section.attention, question)
-        chosen = best(ways)
+        chosen = taken(section.attention, question)
         steps = config.get("gradient_accumulation_steps", 1)
         times = model.attending * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
         yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, ways)}"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from burst_mcore.attention.schedule.trace import Event
+from burst_plan.simulate.trace import Event
 
 
 def chrome_trace(runs: Mapping[str, Sequence[Event]]) -> str:

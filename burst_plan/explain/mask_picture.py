@@ -93,7 +93,7 @@ def owners(plan: Plan, edges: Tensor) -> Tensor:
 
 def kind_of(tile: Tile) -> str:
     """Return one of KINDS."""
-    if tile.pattern.parts:
+    if tile.pattern.masked:
         return "packed" if tile.pattern.packed else "masked"
     if tile.pattern.full:
         return "full"
@@ -124,9 +124,9 @@ def _met(plan: Plan, pass_: Pass, kernel: Kernel, position: int, source: int) ->
 
 def outlines(tile: Tile) -> list[list[Point]]:
     """Return the computed area of a tile, as polygons of (key row, query row)."""
-    if tile.pattern.parts:
+    if tile.pattern.masked:
         found = []
-        for part in tile.pattern.parts:
+        for part in tile.pattern.pieces:
             m0, n0 = _row_at(tile.q, part.m0), _row_at(tile.k, part.n0)
             q, k = range(m0, m0 + part.m1 - part.m0), range(n0, n0 + part.n1 - part.n0)
             found.append(_outline(q, k, part.low, part.high))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from burst_mcore.attention.schedule.trace import Event
+from burst_plan.simulate.trace import Event
 
 COLOURS = {
     "compute": "#4c72b0",

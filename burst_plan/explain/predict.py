@@ -7,25 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burst_mcore.attention.autotune.choose import AS_FAST, Candidate, best, reason
-from burst_mcore.attention.autotune.cost import Sizes, link_bytes, message_bytes
-from burst_mcore.attention.autotune.costing import pairs_of, work_of
-from burst_mcore.attention.autotune.question import Question, settings_of
-from burst_mcore.attention.autotune.search import candidates, costed, tried
-from burst_mcore.attention.autotune.simulate import Timeline, play
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import Plan, plan_of
+from burst_mcore.attention.route.choose import AS_FAST, Candidate, best
+from burst_mcore.attention.route.question import Question, settings_of
+from burst_mcore.attention.route.ways import Ranks, legal_degrees
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
-from burst_mcore.machines import Machine, machine
 from burst_mcore.rates import Rates
 from burst_mcore.recurrent.scan import scan
 from burst_plan.explain.pairs import unevenness
 from burst_plan.explain.problem import DTYPES, LayerProblem
 from burst_plan.explain.verify import verify
+from burst_plan.machines import Machine, machine
+from burst_plan.simulate.cost import Sizes, link_bytes, message_bytes
+from burst_plan.simulate.costing import pairs_of, work_of
+from burst_plan.simulate.play import Timeline, play
+from burst_plan.simulate.reason import reason
+from burst_plan.simulate.search import candidates, costed, taken
 from burst_plan.tables import cut, table
 from burst_plan.words import document_ends, gpu, in_words
 
@@ -99,7 +100,7 @@ def explain(
     *,
     layout: str = "zigzag",
 ) -> str:
-    """Return a table of all ways with their costs, the ways taken by default and by "auto", and the reasons.
+    """Return a table of all ways with simulated costs, and the ways that the rule takes, with their regret.
 
     Args:
         config: the settings that are given; heads may be shared besides.
@@ -112,15 +113,18 @@ def explain(
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
     found = costed(config, of_kind, tuple(degrees))
     auto = replace(config, head_parallel="auto")
-    words: dict[str, Sequence[Candidate]] = {"default": tried(config, of_kind), "auto": tried(auto, of_kind)}
-    if best(found).seconds * AS_FAST < best(words["auto"]).seconds:
-        words["by name"] = found
-    chosen = {word: best(among) for word, among in words.items()}
+    own = [each for each in found if config.head_parallel in ("auto", each.route.heads)]
+    words: dict[str, Sequence[Candidate]] = {"default": own, "auto": found}
+    chosen = {"default": taken(config, of_kind), "auto": taken(auto, of_kind)}
+    if best(found).seconds * AS_FAST < chosen["auto"].seconds:
+        words["by name"], chosen["by name"] = found, best(found)
     told = (
         f"{word + ':':9}{_settings(c)} ({c.route}): {c.seconds * 1e3:.4g} ms; {reason(c, words[word])}\n"
         for word, c in chosen.items()
     )
-    ordered = sorted(found, key=lambda each: (each.seconds, _way(each) != _way(chosen["auto"])))
+    regret = chosen["auto"].seconds / min(each.seconds for each in found) - 1
+    ways = {_way(each): each for each in (*found, *chosen.values())}.values()  # the turns that are taken
+    ordered = sorted(ways, key=lambda each: (each.seconds, _way(each) != _way(chosen["auto"])))
     shown = table([_row(c, chosen) for c in ordered], LESS, floatfmt=".4g")
     route, direction = chosen["auto"].route, chosen["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
@@ -129,6 +133,7 @@ def explain(
     kind = "documents count as {} tokens on average, for any batch of this kind\n"
     return (
         f"{shown}\n\n{''.join(told)}"
+        f'regret: the rule\'s way by "auto" takes {max(0.0, regret):.1%} longer than the fastest simulated\n'
         f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{'' if ends is None else kind.format(int(ends[-1]) // (len(ends) - 1))}"
         f'marked *: the way of a call by default, +: by all "auto", !: of settings alone; times are of the\n'
@@ -207,8 +212,9 @@ def draw(
     dealt = layout_of(layout, problem, ranks)
     question = question_of(problem, ranks, rates, dealt)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
-    ways = candidates(question.typical, settings_of(replace(config, backward=backward), question))
-    chosen, shard = best(ways), question.shard
+    config, shard = replace(config, backward=backward), question.shard
+    ways = candidates(question.typical, settings_of(config, question))
+    chosen = taken(config, question.typical)
     route = chosen.route
     plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
 

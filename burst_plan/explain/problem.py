@@ -10,8 +10,8 @@ from torch import Tensor
 
 from burst_mcore.attention.kernels.kernel import Problem as KernelProblem
 from burst_mcore.dtypes import TRAINED
-from burst_mcore.machines import HEAD_DIMS
 from burst_mcore.mask import Mask
+from burst_plan.machines import HEAD_DIMS
 from burst_plan.words import mask_of, shortened
 
 DTYPES = TRAINED

@@ -34,7 +34,7 @@ from burst_mcore.attention.schedule.actions import (
 )
 from burst_mcore.attention.schedule.ring import at_home
 from burst_mcore.attention.schedule.route import Communicator, Schedule, communicator_of
-from burst_mcore.attention.schedule.walk import walk
+from burst_plan.simulate.walk import walk
 
 Token = tuple[Any, ...]
 """The contents of a buffer: (DATA, source, rows), (SUM, source, contributors, rows), or in a head group

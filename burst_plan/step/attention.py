@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import fastest
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.rates import Rates
+from burst_plan.simulate.search import fastest
 from burst_plan.words import mask_of
 
 OPEN = BurstConfig(head_parallel="auto")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
 from burst_plan.explain.predict import cluster as parse
+from burst_plan.machines import MACHINES
 from burst_plan.step.advice import advice, notes
 from burst_plan.step.figures import Cluster, PredictedStep, short
 from burst_plan.step.memory import total

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.machines import CONSTANTS, Constants
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.rates import Rates
+from burst_plan.machines import CONSTANTS, Constants
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.memory import parameters, shard_of
 from burst_plan.step.model import Mixer, Model

@@ -14,15 +14,15 @@ from tables import with_rows
 
 from burst_bench.methods.attention import share_of
 from burst_bench.subjects.planning import packed
-from burst_mcore.attention.autotune.choose import AS_FAST, Family
-from burst_mcore.attention.autotune.costing import Costs
-from burst_mcore.attention.autotune.question import Question, Settings, routes
-from burst_mcore.attention.autotune.ways import RINGS, Ranks, legal_degrees
+from burst_mcore.attention.route.choose import AS_FAST
+from burst_mcore.attention.route.question import Question, Settings, routes
+from burst_mcore.attention.route.ways import RINGS, Family, Ranks, legal_degrees
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.layout import Layout
-from burst_mcore.machines import MACHINES
 from burst_mcore.mask import Mask
+from burst_plan.machines import MACHINES
+from burst_plan.simulate.costing import Costs
 
 PAGE = Path(__file__).parents[1] / "evidence" / "earnings.md"
 CLUSTERS = {"1x8": Ranks(8, 8), "2x8": Ranks(16, 8), "4x8": Ranks(32, 8), "8x8": Ranks(64, 8)}

@@ -18,7 +18,6 @@ from drawing import GREY, INK, LIGHT, Drawing, colour
 from timelines import COMMANDS, timeline
 
 from burst_mcore import Layout, Mask, positions
-from burst_mcore.attention.autotune.cost import allowed_pairs
 from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import (
@@ -39,6 +38,7 @@ from burst_mcore.layout.balance import imbalance
 from burst_mcore.recurrent.programs import Compose
 from burst_mcore.recurrent.scan import scan_of
 from burst_plan.explain.mask_picture import raster
+from burst_plan.simulate.cost import allowed_pairs
 
 IMAGES = Path(__file__).parents[1] / "images"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from burst_bench.published.rows import read
 from burst_bench.published.training import Training, of_row, predicted, value_of
-from burst_mcore.machines import MACHINES
+from burst_plan.machines import MACHINES
 from burst_plan.step.figures import KINDS, Errors, kind_of
 
 ROWS = "training.json"

@@ -27,12 +27,12 @@ from burst_bench.results import Results, read, unit_of
 from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS, attention, masks
 from burst_mcore import BurstConfig, Mask
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import fastest
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.layout import Layout
 from burst_plan.cli import app
 from burst_plan.explain.problem import LayerProblem
+from burst_plan.simulate.search import fastest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

@@ -15,10 +15,10 @@ from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import paper
 from burst_bench.subjects.paper import PaperCase
-from burst_mcore.attention.autotune.simulate import play as simulated
 from burst_mcore.attention.schedule.actions import Compute, Link, Send
 from burst_mcore.attention.schedule.route import Route, Schedule
 from burst_plan.cli import app
+from burst_plan.simulate.play import play as simulated
 
 NAMED = {method.name: method for method in of_kind("played")}
 CELL = PaperCase(cluster="2x4", tokens=4096)

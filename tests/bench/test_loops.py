@@ -11,15 +11,15 @@ from burst_bench.published.loops import INTERNEVO, MAGI_DOUBLE_RING, RING_FLASH,
 from burst_bench.published.methods import WAYS, programs_of, seconds_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.autotune.cost import CallTime, call_time, message_bytes
-from burst_mcore.attention.autotune.lockstep import KernelWork, RoutedPass, play_all
-from burst_mcore.attention.autotune.simulate import play
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass, Send
 from burst_mcore.attention.schedule.route import Route, Schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
+from burst_plan.simulate.cost import CallTime, call_time, message_bytes
+from burst_plan.simulate.lockstep import KernelWork, RoutedPass, play_all
+from burst_plan.simulate.play import play
 
 RATES = Rates(intra=2e9, inter=3e8, compute=1e12, latency=1e-6)
 LOOPS = {

@@ -12,9 +12,9 @@ from burst_bench.published.methods import NOT_MODELLED, WAYS
 from burst_bench.published.rows import measured_rows
 from burst_bench.results import Results
 from burst_bench.subjects.attention import AttentionCase
-from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
+from burst_plan.machines import MACHINES
 
 ROOT = Path(__file__).parent.parent
 CASE = "ranks=2; seq=256; heads=4; head_dim=16"

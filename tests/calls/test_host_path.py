@@ -18,7 +18,7 @@ from burst_mcore.attention.call import Keys
 from burst_mcore.attention.kernels import kernel as kernel_module
 from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.shard import Shard
-from burst_mcore.machines import CONSTANTS
+from burst_plan.machines import CONSTANTS
 
 PACKAGE = str(Path(burst_mcore.__file__).parent)
 SIZE = 8

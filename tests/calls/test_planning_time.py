@@ -18,14 +18,14 @@ from burst_bench.subjects import planning
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
-from burst_mcore.attention.autotune import search as search_module
-from burst_mcore.attention.autotune.search import candidates
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, Tensors, validate
+from burst_mcore.attention.route import choose
+from burst_mcore.attention.route.choose import candidates
 from burst_mcore.rollouts import tree_mask, trees
 
 RANKS, TOKENS = 64, 2**20
@@ -135,14 +135,16 @@ def test_a_warm_call_is_planned_within_100_microseconds(layout):
 
 
 @pytest.mark.parametrize("planned", [name for name in planning.PLANNED if name.startswith("auto")])
-def test_a_call_over_1024_ranks_is_decided_within_two_seconds(planned):
+def test_a_call_over_1024_ranks_is_decided_within_a_fifth_of_a_second(planned):
     took = []
-    while len(took) < 3 and min(took, default=2) >= 2:  # other work beside makes a run longer, never shorter
+    while (
+        len(took) < 5 and min(took, default=1) >= 0.2
+    ):  # other work beside makes a run longer, never shorter
         _forget()
         start = time.process_time()
         planning.PLANNED[planned](1024)
         took.append(time.process_time() - start)
-    assert min(took) < 2
+    assert min(took) < 0.2
 
 
 def _forget():
@@ -190,7 +192,7 @@ def test_the_committed_planning_results_reach_their_bars():
 def test_documents_of_a_kind_are_decided_once(monkeypatch):
     _forget()
     decided = []
-    monkeypatch.setattr(search_module, "candidates", lambda *a, **k: decided.append(a) or candidates(*a, **k))
+    monkeypatch.setattr(choose, "candidates", lambda *a: decided.append(a) or candidates(*a))
     for seed in range(5):
         _planned(planning.packed(TOKENS, seed), "zigzag")()
     assert len(decided) == 1

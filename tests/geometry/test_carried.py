@@ -10,6 +10,7 @@ from masks import brute, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import reading as readings
+from burst_mcore.attention.geometry.piece import listed
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan, plan_for, plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
@@ -35,7 +36,7 @@ def test_what_is_read_are_the_rows_of_the_pieces(draw, size, heads, n):
         for at in range(size):
             for by in range(size):
                 pieces = counted.pieces(at, by) if of_queries else counted.pieces(by, at)
-                rows = [range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in pieces]
+                rows = [range(p.m0, p.m1) if of_queries else range(p.n0, p.n1) for p in listed(pieces)]
                 needed = reading.needed(at, by)
                 if not plan.everything:
                     assert needed == union(rows)

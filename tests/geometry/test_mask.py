@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from masks import brute, random_mask, random_union, randoms
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.autotune.cost import allowed_pairs
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import positions
 from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
-from burst_mcore.machines import MACHINES
 from burst_mcore.rollouts import tree_mask
+from burst_plan.machines import MACHINES
+from burst_plan.simulate.cost import allowed_pairs
 
 
 def from_bands(mask, n):

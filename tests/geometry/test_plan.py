@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import sys
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from masks import brute, layouts, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry.pattern import Abilities
-from burst_mcore.attention.geometry.piece import band_pairs
+from burst_mcore.attention.geometry.piece import band_pairs, listed
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.rows import count
@@ -24,8 +25,8 @@ def _rows(plan, position):
     """Global position of each local row of a position."""
     at = torch.empty(plan.rows, dtype=torch.int64)
     for stretch in plan.stretches(position):
-        held = torch.cat([torch.arange(r.start, r.stop, r.step) for r in stretch.runs])
-        at[stretch.start : stretch.start + len(held)] = held
+        rows = torch.arange(stretch.rows.start, stretch.rows.stop)
+        at[rows] = stretch.positions(rows)
     return at
 
 
@@ -43,8 +44,11 @@ def _index(rows):
     masks=st.booleans(),
     whole=st.booleans(),
     packed=st.booleans(),
+    keys_stay=st.booleans(),
 )
-def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, windows, masks, whole, packed):
+def test_tiles_hold_every_allowed_pair_once_and_no_other(
+    draw, n, size, heads, windows, masks, whole, packed, keys_stay
+):
     layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
     plan = plan_for(layout, mask, n, size, heads)
     windows = windows or packed
@@ -52,14 +56,17 @@ def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, w
     met = torch.zeros(layout.padded(n, size * heads), layout.padded(n, size * heads), dtype=torch.int)
     at = [_rows(plan, position) for position in range(size)]
     for q_at, k_at in itertools.product(range(size), repeat=2):
-        found = tiles_of(plan, q_at, k_at, abilities, q_part=part)
-        pieces = plan.pieces(q_at, k_at, q_part=part)
+        parts = {"k_part" if keys_stay else "q_part": part, "keys_stay": keys_stay}
+        found = tiles_of(plan, q_at, k_at, abilities, **parts)
+        pieces = listed(plan.pieces(q_at, k_at, **parts))
         assert sum(tile.pattern.pairs for tile in found) == sum(piece.pairs for piece in pieces)
         for tile in found:
-            assert masks or whole or not tile.pattern.parts or (packed and tile.pattern.packed)
+            assert masks or whole or not tile.pattern.masked or (packed and tile.pattern.packed)
             assert len(found) == 1 or not whole
             assert (
-                windows or tile.pattern.parts or (tile.pattern.low is None and tile.pattern.high in (None, 0))
+                windows
+                or tile.pattern.masked
+                or (tile.pattern.low is None and tile.pattern.high in (None, 0))
             )
             assert windows or not tile.pattern.causal or tile.pattern.shape[0] == tile.pattern.shape[1]
             q, k = _index(tile.q), _index(tile.k)
@@ -75,7 +82,7 @@ def test_tiles_hold_every_allowed_pair_once_and_no_other(draw, n, size, heads, w
         ]
         others = torch.ones(n, dtype=torch.bool)
         others[torch.cat(own)] = False
-        want[others] = 0
+        (want.T if keys_stay else want)[others] = 0
     assert torch.equal(met[:n, :n], want)
     assert met.sum() == want.sum()  # nothing is in the padding
 
@@ -112,7 +119,7 @@ def test_causal_zigzag_needs_one_piece_a_pair_and_is_balanced(size):
     plan = plan_for(Layout("zigzag"), Mask.causal(), 16 * size, size)
     work = []
     for q_at in range(size):
-        pieces = [plan.pieces(q_at, k_at) for k_at in range(size)]
+        pieces = [listed(plan.pieces(q_at, k_at)) for k_at in range(size)]
         assert all(len(each) == 1 for each in pieces)
         work.append(sum(each[0].pairs for each in pieces))
     assert len(set(work)) == 1
@@ -132,7 +139,7 @@ def test_causal_zigzag_pieces_are_those_of_the_design():
 
 def test_striped_pieces_are_those_of_the_design():
     plan = plan_for(Layout("striped"), Mask.window(4, 0), 32, 4)
-    on, off = plan.pieces(2, 1), plan.pieces(1, 2)
+    on, off = (listed(plan.pieces(*at)) for at in ((2, 1), (1, 2)))
     assert [(p.m0, p.m1, p.n0, p.n1, p.low, p.high) for p in on] == [(0, 8, 0, 8, 0, 0)]  # 5 tokens back: 1
     assert [(p.m0, p.m1, p.n0, p.n1) for p in off] == [(1, 8, 0, 7)]  # shifted by one: q[1:], k[:-1]
     assert off[0].low == 0  # n <= m after the shift, and no further back than (5 - 1 - (1 - 2)) // 4 rows
@@ -140,7 +147,7 @@ def test_striped_pieces_are_those_of_the_design():
 
 def test_causal_contiguous_skips_later_ranks():
     plan = plan_for(Layout("contiguous"), Mask.causal(), 32, 4)
-    assert plan.pieces(0, 1) == []
+    assert not len(plan.pieces(0, 1))
     assert plan.needed(1, 0, of_queries=False) == ()
 
 
@@ -191,20 +198,49 @@ def test_blocks_of_one_row_are_gathered():
     plan = plan_for(Layout("contiguous"), Mask.blocks(matrix, 128), 2048, 1)
     found = tiles(plan.pieces(0, 0), Abilities(masks=True))
     assert len(found) == 16
-    assert all(not tile.pattern.parts and len(tile.q) == 1 for tile in found)
+    assert all(not tile.pattern.masked and len(tile.q) == 1 for tile in found)
 
 
-def test_ten_thousand_documents_are_planned_in_time():
+@pytest.mark.parametrize(("layout", "documents"), [("zigzag", 10_000), ("striped", 1000)])
+def test_thousands_of_documents_are_planned_in_time(layout, documents):
     n, size = 2**20, 64
-    cuts = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[:9999] + 1
+    cuts = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[: documents - 1] + 1
     mask = Mask.causal() & Mask.documents(torch.cat([torch.tensor([0, n]), cuts]).sort().values)
     start = time.process_time()
-    plan = Plan(Layout("zigzag"), mask, n, Placement(size))
+    plan = Plan(Layout(layout), mask, n, Placement(size))
     for at in range(size):
-        tiles_of(plan, 5, at, Abilities(masks=True))
+        tiles_of(plan, 5, at, Abilities(windows=True, packed=True))
         plan.needed(at, 5, of_queries=False)
         plan.needed(5, at, of_queries=True)
     assert time.process_time() - start < 2
+
+
+def _calls(function):
+    """How many functions are called, of Python and of torch."""
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+@pytest.mark.parametrize("keys_stay", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "block-striped:4096"])
+def test_a_position_meets_all_others_at_once(layout, keys_stay):
+    """After the pieces with the first other position, those with the others take hardly any calls."""
+    n, size, at = 2**16, 64, 31
+
+    def calls(others):
+        plan = Plan(Layout.of(layout), Mask.window(n // 2, 0), n, Placement(size))
+        assert plan.reading(of_queries=False).meets.any()
+        pairs = [(other, at) if keys_stay else (at, other) for other in others]
+        return _calls(lambda: [plan.pieces(*pair, keys_stay=keys_stay) for pair in pairs])
+
+    first = 32 if keys_stay else 30
+    few, many = calls([first]), calls([first, *(other for other in range(size) if other not in (at, first))])
+    assert many - few < 10 * size
 
 
 def test_plans_are_found_again_by_value():

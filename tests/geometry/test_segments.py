@@ -10,6 +10,7 @@ from masks import random_layout, random_mask
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.cuts import EVEN, cut_for
+from burst_mcore.attention.geometry.piece import listed
 from burst_mcore.attention.geometry.plan import head_mask, plan_for
 from burst_mcore.layout.balance import imbalance
 
@@ -93,7 +94,9 @@ def test_any_mask_and_layout(seed):
     # The plan of the head has the pairs of queries before the cut, and no other.
     allowed = mask.allows(torch.arange(n), torch.arange(n)).sum(1)[: cut.position].sum()
     of_head = plan_for(layout, mask, n, size).head(cut.position)
-    pairs = sum(piece.pairs for q in range(size) for k in range(size) for piece in of_head.pieces(q, k))
+    pairs = sum(
+        piece.pairs for q in range(size) for k in range(size) for piece in listed(of_head.pieces(q, k))
+    )
     assert pairs == int(allowed)
 
 

@@ -107,9 +107,9 @@ def _busiest_nic(route, passes, kv_heads=32):
     """GB between nodes of the rank that sends most, of the call in README's table."""
     import torch
 
-    from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
     from burst_mcore.attention.schedule.route import schedule
     from burst_mcore.attention.shard import Shard
+    from burst_plan.simulate.cost import link_bytes, message_bytes
 
     shard = Shard(
         batch=1, tokens=2**20 // 64, heads=32, kv_heads=kv_heads, head_dim=128, value_dim=128,
@@ -272,8 +272,8 @@ def _shown(command):
 def test_commands_in_the_docs_are_legal(command, lines, tmp_path, monkeypatch, capfd):
     from typer.testing import CliRunner
 
-    from burst_mcore.machines import MACHINES
     from burst_plan.cli import app
+    from burst_plan.machines import MACHINES
 
     def work(*_, **__):
         raise ValueError(BEGUN)

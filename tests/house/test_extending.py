@@ -377,7 +377,7 @@ def test_a_ring(extended):
             ("    if route.direct:\n        return", ROUTE_WRITER),
             ("> 2 and not self.direct", "> 2 and not self.direct and not self.eager"),
         ],
-        "attention/autotune/ways.py": [('    if ring == "direct":', CHOICE)],
+        "attention/route/ways.py": [('    if ring == "direct":', CHOICE)],
         "config.py": [('RINGS = ("auto", ', 'RINGS = ("auto", "eager", ')],
     }
     extended("a ring", edits, HOLD_RING, ranks=4)

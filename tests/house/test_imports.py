@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
-BUDGET = {"burst_mcore": 28990, "burst_plan": 6000, "burst_bench": 6800}
+BUDGET = {"burst_mcore": 27320, "burst_plan": 7690, "burst_bench": 6800}
 """Lines of Python at most. A number changes only with its reason and its figure in decisions.md."""
 FILES = 14
 """Files of a folder at most, besides __init__.py."""
 FLOORS = {
     "burst_mcore": [
-        """version config layout mask rates machines digest dtypes agreement packages words
+        """version config layout mask rates digest dtypes agreement packages words
         scripts wrap capture loss""".split(),
         ["attention"],
         ["checkpointing", "recurrent"],
@@ -27,7 +27,7 @@ FLOORS = {
         ["bench"],
     ],
     "burst_plan": [
-        ["words", "files", "tables", "provenance"],
+        ["words", "files", "tables", "provenance", "machines", "simulate"],
         ["explain"],
         ["step", "patch"],
         ["doctor"],
@@ -49,7 +49,7 @@ WITHIN = {
     "attention": [
         {"geometry", "shard"},
         {"schedule", "numerics"},
-        {"autotune"},
+        {"route"},
         {"kernels", "runtime"},
         {"cached", "call", "checks"},
         {"forward", "backward", "request"},
@@ -213,7 +213,6 @@ def test_frameworks_stay_in_their_adapters(name):
 
 def test_importing_attention_imports_no_framework_and_no_cost_model():
     names = [*FRAMEWORKS, "flash_attn", "transformer_engine", "matplotlib"]
-    model = tuple(f"autotune.{name}" for name in ("search", "costing", "lockstep", "simulate"))
     code = f"""import sys, burst_mcore.attention.api
-print([m for m in sys.modules if m.split(".")[0] in {names} or m.endswith({model})])"""
+print([m for m in sys.modules if m.split(".")[0] in {[*names, "burst_plan"]}])"""
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -13,8 +13,8 @@ import transformers
 from engines import config_of, model_of
 from typer.testing import CliRunner
 
-from burst_mcore.machines import MACHINES
 from burst_plan.cli import app
+from burst_plan.machines import MACHINES
 from burst_plan.step.memory import stack, total
 from burst_plan.step.model import PRESETS
 from burst_plan.step.way import Way

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from burst_mcore import Layout
-from burst_mcore.attention.autotune.ways import Ranks
-from burst_mcore.machines import MACHINES
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.recurrent import kernels, recurrence
 from burst_mcore.recurrent.bound import MIXERS, mixers_of
 from burst_mcore.recurrent.fragments import fragments
 from burst_mcore.recurrent.halo import halo
 from burst_mcore.recurrent.scan import scan
 from burst_plan.cli import app
+from burst_plan.machines import MACHINES
 from burst_plan.step.attention import LAYOUTS, UNSCATTERED, attention
 from burst_plan.step.figures import Cluster, step
 from burst_plan.step.memory import shard_of, stack

@@ -17,10 +17,10 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.geometry.plan import plan_for, plan_of
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule.actions import Compute
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.layout.balance import imbalance
@@ -197,7 +197,7 @@ def test_outlines_hold_the_pairs_of_their_tile(draw, kernel):
             assert area > 0
             gaps = any(abs(r.step) > 1 for r in (*tile.q, *tile.k)) or mask.stride > 1
             if not gaps:
-                edge = sum(tile.pattern.shape) * max(1, len(tile.pattern.parts))
+                edge = sum(tile.pattern.shape) * len(tile.pattern.pieces)
                 assert tile.pattern.pairs <= area + 1e-6 and area <= tile.pattern.pairs + edge
             for x, y in (point for polygon in polygons for point in polygon):
                 assert 0 <= x <= plan.rows and 0 <= y <= plan.rows

@@ -12,12 +12,12 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from burst_mcore.attention.autotune.choose import AS_FAST
+from burst_mcore.attention.route.choose import AS_FAST
 from burst_mcore.deepspeed.config.section import section_of
-from burst_mcore.machines import machine, machine_of
 from burst_mcore.megatron.arguments import add_arguments, burst_config
 from burst_mcore.rates import Rates
 from burst_plan.cli import app, main
+from burst_plan.machines import machine, machine_of
 from burst_plan.step.advice import deepspeed_config, megatron_flags
 from burst_plan.step.memory import stack, total
 from burst_plan.step.planned import planned, text

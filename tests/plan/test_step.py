@@ -12,13 +12,13 @@ import torch
 from live import LiveBytes
 from typer.testing import CliRunner
 
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.checkpointing import KeepAttention, Offload, Segment
 from burst_mcore.deepspeed.config.section import section_of
 from burst_mcore.loss import patch_causal_lm
-from burst_mcore.machines import MACHINES
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy
 from burst_plan.cli import app
+from burst_plan.machines import MACHINES
 from burst_plan.step.advice import deepspeed_config, megatron_flags
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import Cluster, PredictedStep, step

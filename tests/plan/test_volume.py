@@ -8,14 +8,14 @@ import torch
 from volume import Share, least, of_ring
 
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune.cost import mean_bytes, message_bytes
-from burst_mcore.attention.autotune.decide import decide
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
+from burst_mcore.attention.route.choose import decide
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
+from burst_plan.simulate.cost import mean_bytes, message_bytes
 
 DTYPES = {
     "bf16, sums in float32": (torch.bfloat16, torch.float32),

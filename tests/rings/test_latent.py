@@ -18,18 +18,18 @@ from ranks import processes
 from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
-from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
-from burst_mcore.attention.autotune.decide import decide
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.search import fastest
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import function
+from burst_mcore.attention.route.choose import decide
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Ranks, legal_degrees
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint
-from burst_mcore.machines import machine
 from burst_mcore.rates import Rates
+from burst_plan.machines import machine
+from burst_plan.simulate.cost import link_bytes, message_bytes
+from burst_plan.simulate.search import fastest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = KERNELS["aten-cpu"]

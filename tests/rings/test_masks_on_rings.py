@@ -25,15 +25,15 @@ from burst_mcore import (
     unshard,
 )
 from burst_mcore.attention import prepare
-from burst_mcore.attention.autotune.cost import link_bytes, message_bytes
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import function
+from burst_mcore.attention.route.ways import Ranks, legal_degrees
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard
+from burst_plan.simulate.cost import link_bytes, message_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = KERNELS["aten-cpu"]

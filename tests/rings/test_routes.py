@@ -22,14 +22,14 @@ from test_simulation import simulate
 from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
-from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_bytes
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees
 from burst_mcore.attention.kernels import table
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.operator import function
+from burst_mcore.attention.route.ways import Ranks, legal_degrees
 from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
+from burst_plan.simulate.cost import link_bytes, link_class, message_bytes
 
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 CLUSTERS = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2)]

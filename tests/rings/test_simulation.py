@@ -16,8 +16,6 @@ from ranks import Mailboxes, MailboxTransport, threads
 from torch.nn.functional import pad
 
 from burst_mcore import Layout, Mask, shard, unshard
-from burst_mcore.attention.autotune.cost import link_bytes, link_class, message_bytes
-from burst_mcore.attention.autotune.ways import Ranks, legal_degrees, route_for
 from burst_mcore.attention.backward import _Backward, backward
 from burst_mcore.attention.call import Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, _Forward, forward
@@ -28,10 +26,12 @@ from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.merge import KeyBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard
 from burst_plan.explain.verify import verify
+from burst_plan.simulate.cost import link_bytes, link_class, message_bytes
 
 
 def simulate(

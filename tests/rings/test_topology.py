@@ -25,16 +25,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.api import connect
-from burst_mcore.attention.autotune.question import Question, routes, settings_of
-from burst_mcore.attention.autotune.ways import Ranks
 from burst_mcore.attention.operator.agree import agreement_of
+from burst_mcore.attention.route.question import Question, routes, settings_of
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.attention.runtime.communicators import Communicators, companion
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
-from burst_mcore.machines import MACHINES
 from burst_mcore.rates import Rates
+from burst_plan.machines import MACHINES
 
 
 def _with_hosts(rank, size, hosts):

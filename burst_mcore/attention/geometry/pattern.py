@@ -45,6 +45,17 @@ class Packed(NamedTuple):
     right: int
 
     @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The sequences as pieces of the tile."""
+        pieces, m, n = [], 0, 0
+        for rows, columns in zip(self.q, self.k, strict=True):
+            low = -UNBOUNDED if self.left < 0 else columns - rows - self.left
+            high = UNBOUNDED if self.right < 0 else columns - rows + self.right
+            pieces.append(Piece(m, m + rows, n, n + columns, low, high))
+            m, n = m + rows, n + columns
+        return tuple(pieces)
+
+    @property
     def causal(self) -> bool:
         """The last query of each sequence sees all keys, and each before it one key less."""
         return (self.left, self.right) == (-1, 0)
@@ -67,7 +78,7 @@ class Pattern:
     fixed_table: Final[Tensor | None] = None
     """Bool [M, N]: row m sees column n iff it is True there."""
     packed: Final[Packed | None] = None
-    """The parts, where they are sequences one after another, for kernels that take them so."""
+    """Instead of parts: sequences one after another."""
 
     @classmethod
     def from_table(cls, table: Tensor) -> Pattern:
@@ -82,12 +93,12 @@ class Pattern:
     @cached_property
     def masked(self) -> bool:
         """Whether the pattern is neither full, nor causal, nor a window."""
-        return bool(self.parts) or self.fixed_table is not None
+        return bool(self.parts or self.packed) or self.fixed_table is not None
 
     @property
     def full(self) -> bool:
         """Every row sees every column."""
-        return self.low is self.high is None and not self.parts and self.fixed_table is None
+        return self.low is self.high is None and not self.masked
 
     @cached_property
     def causal(self) -> bool:
@@ -101,7 +112,9 @@ class Pattern:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The parts, or else the whole band as one; not of a `fixed_table`."""
+        """The parts or sequences, or else the whole band as one; not of a `fixed_table`."""
+        if self.packed is not None:
+            return self.packed.pieces
         low = -UNBOUNDED if self.low is None else self.low
         high = UNBOUNDED if self.high is None else self.high
         return self.parts or (Piece(0, self.shape[0], 0, self.shape[1], low, high),)

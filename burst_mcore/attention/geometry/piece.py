@@ -52,6 +52,15 @@ class Piece(NamedTuple):
         return residues
 
 
+NO_PIECES = torch.zeros(0, len(Piece._fields), dtype=torch.int64)
+"""A table of pieces, [pieces, 8]: the columns are the fields of `Piece`."""
+
+
+def listed(pieces: Tensor) -> list[Piece]:
+    """Return the pieces of a table."""
+    return [Piece(*row) for row in pieces.tolist()]
+
+
 def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
     """Return how many pairs (m, n) of a rectangle have low <= n - m <= high."""
     return _below(rows, columns, high) - _below(rows, columns, low - 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
-from itertools import accumulate
+from itertools import accumulate, product
 from math import gcd
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.classes import Order, in_classes, numbered
-from burst_mcore.attention.geometry.piece import Piece
+from burst_mcore.attention.geometry.piece import NO_PIECES
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.reading import Reading, reading
 from burst_mcore.attention.geometry.rows import Rows, union
-from burst_mcore.layout import Layout, joined
+from burst_mcore.layout import Layout
+from burst_mcore.layout.runs import joined_table
 from burst_mcore.mask import Mask
-from burst_mcore.mask.bands import UNBOUNDED, tight, tightened
+from burst_mcore.mask.bands import UNBOUNDED, has_pairs, tight, tightened, transposed
 
 Runs = tuple[range, ...]
 T = TypeVar("T")
@@ -38,39 +39,41 @@ FEW = 8
 """Runs of a position, at most, of which each meets each as a piece with a step, where a mask is dilated."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: runs may be thousands
 class Stretch:
-    """Rows of a position in ascending global position: runs of one step, from local row `start` on."""
+    """Rows of a position in ascending global position: runs of one step."""
 
-    runs: Runs
-    start: int
+    first: Tensor
+    """The position at which each run begins."""
+    offsets: Tensor
+    """The local row at which each run begins, and the end."""
+    step: int = 1
+
+    @classmethod
+    def of(cls, run: range, start: int) -> Stretch:
+        """Return the rows of one run, from local row `start` on."""
+        return cls(torch.tensor([run.start]), torch.tensor([start, start + len(run)]), run.step)
 
     @cached_property
-    def offsets(self) -> list[int]:
-        """The local row at which each run begins, and the end."""
-        return list(accumulate(map(len, self.runs), initial=self.start))
-
-    @cached_property
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        """The position at which each run begins, and `offsets`."""
-        return torch.tensor([run.start for run in self.runs]), torch.tensor(self.offsets)
+    def rows(self) -> range:
+        """The local rows."""
+        return range(int(self.offsets[0]), int(self.offsets[-1]))
 
     def rows_before_each(self, position: Tensor) -> Tensor:
         """Return how far the local rows reach that lie before each of many global positions."""
-        (first, offsets), step = self._tables, self.runs[0].step
-        known = (torch.searchsorted(first, position.contiguous()) - 1).clamp(min=0)
-        within = (position - first[known] + step - 1) // step
-        return torch.minimum(offsets[known] + within.clamp(min=0), offsets[known + 1])
+        known = (torch.searchsorted(self.first, position.contiguous()) - 1).clamp(min=0)
+        within = (position - self.first[known] + self.step - 1).clamp(min=0)
+        within = within // self.step if self.step > 1 else within
+        return torch.minimum(self.offsets[known] + within, self.offsets[known + 1])
 
     def positions(self, row: Tensor) -> Tensor:
         """Return the global positions of local rows."""
-        (first, offsets), step = self._tables, self.runs[0].step
-        index = torch.searchsorted(offsets, row.contiguous(), right=True) - 1
-        return first[index] + (row - offsets[index]) * step
+        index = torch.searchsorted(self.offsets[:-1], row.contiguous(), right=True) - 1
+        return self.first[index] + (row - self.offsets[index]) * self.step
 
     def cut(self, first: Tensor, stop: Tensor) -> Tensor:
         """Return where a run begins within each of some ranges of rows, nearest to the middle; else -1."""
-        _, offsets = self._tables
+        offsets = self.offsets
         begin = torch.searchsorted(offsets, first.contiguous(), right=True)
         end = torch.searchsorted(offsets, stop.contiguous())
         after = torch.searchsorted(offsets, (first + stop + 1) // 2).clamp(max=len(offsets) - 1)
@@ -130,25 +133,43 @@ class Plan:
 
         The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
         """
+        everyone = self._everyone
+        if part is None and everyone is not None:
+            bounds = torch.tensor([position, position + 1])
+            begin, end = torch.searchsorted(everyone.first, self._span * bounds).tolist()
+            first, offsets = everyone.first[begin:end], everyone.offsets[begin : end + 1]
+            return (Stretch(first - self._span * position, offsets - self.rows * position, everyone.step),)
         runs = sorted(
             (run for member in range(self.heads) for run in self.runs(position, member)),
             key=lambda run: run.start,
         )
-        starts = list(accumulate(map(len, runs), initial=0))
-        if part is not None:
-            own = set(self.runs(position, part))
-            return tuple(
-                Stretch((run,), start) for run, start in zip(runs, starts, strict=False) if run in own
-            )
-        straight = self.mask.stride > 1 and not self.by_class
-        if straight or any(run.step > 1 for run in runs):
-            return tuple(Stretch((run,), start) for run, start in zip(runs, starts, strict=False))
-        return (Stretch(joined(runs), 0),)
+        starts = accumulate(map(len, runs), initial=0)
+        own = set(runs if part is None else self.runs(position, part))
+        return tuple(Stretch.of(run, start) for run, start in zip(runs, starts, strict=False) if run in own)
+
+    @property
+    def _span(self) -> int:
+        """The tokens by which `_everyone` moves each position on from the one before."""
+        return self.rows * self.size
+
+    @cached_property
+    def _everyone(self) -> Stretch | None:
+        """The rows of all positions, one after another; None where each run is a stretch of its own."""
+        table = self.layout.run_table(self.n, self.placement.size)
+        step, far = int(table[0, 3]), self._span * self.size >= UNBOUNDED
+        if far or self._dilated or (step > 1 and len(table) > self.size):
+            return None
+        position, start, stop = self.placement.position(table[:, 0]), table[:, 1], table[:, 2]
+        order = (position * self._span + start).argsort()
+        position, start, stop, _ = joined_table(position[order], start[order], stop[order]).unbind(1)
+        length = -((start - stop) // step)
+        offsets = torch.cat([torch.zeros_like(length[:1]), length.cumsum(0)])
+        return Stretch(position * self._span + start, offsets, step)
 
     def member_rows(self, position: int, member: int) -> Rows:
         """Return the places of a member's rows among its position's, in the order of its own rows."""
         ends = self.stretches(position, member)
-        return tuple(range(stretch.start, stretch.start + len(stretch.runs[0])) for stretch in ends)
+        return tuple(stretch.rows for stretch in ends)
 
     def head(self, cut: int) -> Plan:
         """Return the plan of the queries before global position `cut` alone; the others meet nothing."""
@@ -165,24 +186,61 @@ class Plan:
     def rows_from(self, position: int, cut: int) -> Rows:
         """Return the rows of a position from global position `cut` on."""
         stretches, cuts = self.stretches(position, None), torch.tensor([cut])
-        return union([range(int(x.rows_before_each(cuts)), x.offsets[-1]) for x in stretches])
+        return union([range(int(x.rows_before_each(cuts)), x.rows.stop) for x in stretches])
 
-    @cached_on_plan
     def pieces(
-        self, q_at: int, k_at: int, *, q_part: int | None = None, k_part: int | None = None
-    ) -> list[Piece]:
+        self,
+        q_at: int,
+        k_at: int,
+        *,
+        q_part: int | None = None,
+        k_part: int | None = None,
+        keys_stay: bool = False,
+    ) -> Tensor:
         """Return the disjoint pieces in which queries of a position, or a member, meet keys of another.
 
         Where the plan is `by_class`, pieces count rows as its `order` does.
+
+        Args:
+            keys_stay: the pieces of the same keys with other queries are wanted, too; else those of the same
+                queries with other keys.
+
+        Returns:
+            int64 [pieces, 8], with the fields of `Piece` as columns.
         """
         if not self.reading(of_queries=False).meets[k_at, q_at]:
-            return []
-        return [
-            piece
-            for q in self._counted(q_at, q_part)
-            for k in self._counted(k_at, k_part)
-            for piece in self._meet(q, k)
-        ]
+            return NO_PIECES
+        if q_at != k_at and not self.by_class and self._everyone is not None:
+            if keys_stay and q_part is None:
+                return self._met(k_at, k_part, True)[q_at]
+            if k_part is None:
+                return self._met(q_at, q_part, False)[k_at]
+        sides = product(self._counted(q_at, q_part), self._counted(k_at, k_part))
+        return torch.cat([self._meet(q, k) for q, k in sides])
+
+    @cached_on_plan
+    def _met(self, at: int, part: int | None, keys_stay: bool) -> tuple[Tensor, ...]:
+        """Return the pieces of a position's, or a member's, queries (or keys) with each other position.
+
+        All others are worked on at once, as parts of one sequence: see `_everyone`.
+        """
+        everyone, meets = self._everyone, self.reading(of_queries=False).meets
+        assert everyone is not None
+        others = (meets[at] if keys_stay else meets[:, at]).nonzero()
+        moves = self._span * others[others != at][:, None, None] * torch.tensor([0, 0, 1, 1, 1, 1])
+        bands, met = transposed(self.bands) if keys_stay else self.bands, []
+        for own in self.stretches(at, part):
+            first, stop = own.rows_before_each(bands[:, :2]).unbind(1)
+            near = bands[first < stop]
+            moved = torch.where(near.abs() < UNBOUNDED, near + moves, near).flatten(0, 1)
+            met.append(_pieces(own, everyone, moved))
+        pieces = torch.cat(met)
+        other = pieces[:, 2] // self.rows
+        pieces[:, 2:4] -= other[:, None] * self.rows
+        if keys_stay:
+            pieces[:, :6] = transposed(pieces[:, :6])
+        by_position = pieces[other.argsort(stable=True)]
+        return tuple(by_position.split(other.bincount(minlength=self.size).tolist()))
 
     def _counted(self, position: int, part: int | None) -> tuple[Stretch, ...]:
         """Return the stretches whose rows pieces count."""
@@ -192,9 +250,11 @@ class Plan:
     def _classes(self, position: int, part: int | None) -> tuple[Stretch, list[range]]:
         """Return the rows of a position, or of a member, in the order of classes, and which they are."""
         stretches = self.stretches(position, part)
-        own = [pair for x in stretches for pair in zip(x.runs, x.offsets, strict=False)]
-        runs, rows = numbered(own, self.mask.stride, self.rows * self.size)
-        return Stretch(runs, 0), rows
+        table = torch.cat([torch.stack([x.first, x.offsets[:-1], x.offsets.diff()], 1) for x in stretches])
+        own = [(range(first, first + length), row) for first, row, length in table.tolist()]
+        runs, rows = numbered(own, self.mask.stride, self._span)
+        ends = torch.tensor([*accumulate(map(len, runs), initial=0)])
+        return Stretch(torch.tensor([run.start for run in runs]), ends), rows
 
     @cached_on_plan
     def order(self, position: int, part: int | None, travel: Rows) -> Order:
@@ -215,30 +275,20 @@ class Plan:
         """Whether every position reads all of every other."""
         return not self.mask.terms and self.n == self.rows * self.size
 
-    @cached_on_plan
-    def _table(self, stretch: Stretch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return all bands in local rows: first and last query rows, first and last key rows."""
-        q0, q1, k0, k1 = map(stretch.rows_before_each, self.bands[:, :4].T.contiguous())
-        return q0, q1, k0, k1
+    @property
+    def _dilated(self) -> bool:
+        """Whether pieces have the step of the mask, so that each is of one run of queries and one of keys."""
+        return self.mask.stride > 1 and not self.by_class
 
-    def _meet(self, q: Stretch, k: Stretch) -> list[Piece]:
-        shift, step = 0, 1 if self.by_class else self.mask.stride
-        if step > 1:  # both are one run
-            q_run, k_run = q.runs[0], k.runs[0]
-            apart, common = q_run.start - k_run.start, gcd(q_run.step, step)
-            if apart % common:
-                return []
-            step //= common
-            shift = apart // common * pow(q_run.step // common, -1, step) % step if step > 1 else 0
-        (m0, m1, _, _), (_, _, n0, n1) = self._table(q), self._table(k)
-        meeting = ((m0 < m1) & (n0 < n1)).nonzero().flatten()
-        if not len(meeting):
-            return []
-        local = torch.stack([m0[meeting], m1[meeting], n0[meeting], n1[meeting]], 1)
-        limits = self.bands[meeting, 4:]
-        if len(q.runs) == len(k.runs) == 1:
-            return _straight(local, limits, q, k, step, shift)
-        return _pieces(q, k, torch.cat([local, limits], 1), square=self.by_class)
+    def _meet(self, q: Stretch, k: Stretch) -> Tensor:
+        if not self._dilated:
+            return _pieces(q, k, self.bands, square=self.by_class)
+        apart, common = int(q.first[0] - k.first[0]), gcd(q.step, self.mask.stride)
+        if apart % common:
+            return NO_PIECES
+        step = self.mask.stride // common
+        shift = apart // common * pow(q.step // common, -1, step) % step if step > 1 else 0
+        return _straight(q, k, self.bands, step, shift)
 
 
 PLANS = 64
@@ -270,49 +320,53 @@ def head_mask(cut: int, n: int) -> Mask:
     return Mask.ranges([[0, cut]], [[0, n]]) if cut else Mask.ranges([], [])
 
 
-def _straight(local: Tensor, limits: Tensor, q: Stretch, k: Stretch, step: int, shift: int) -> list[Piece]:
+def _in_rows(q: Stretch, k: Stretch, bands: Tensor) -> Tensor:
+    """Return the bands as rectangles of local rows, without those that have none; diagonals stay."""
+    rows = torch.cat([q.rows_before_each(bands[:, :2]), k.rows_before_each(bands[:, 2:4])], 1)
+    some = (rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])
+    return torch.cat([rows, bands[:, 4:]], 1)[some]
+
+
+def _straight(q: Stretch, k: Stretch, bands: Tensor, step: int, shift: int) -> Tensor:
     """Return pieces where each side is one run: n - m is j - i, divided by the step of the runs."""
-    (q_run,), (k_run,) = q.runs, k.runs
-    apart = (k_run.start - q_run.start) - q_run.step * (k.start - q.start)  # j - i where n = m
-    low, high = limits.unbind(1)
-    low = torch.where(low > -UNBOUNDED, -((apart - low) // q_run.step), low)
-    high = torch.where(high < UNBOUNDED, (high - apart) // q_run.step, high)
-    rows = tightened(torch.cat([local, low[:, None], high[:, None]], 1)).tolist()
-    pieces = [_from_corner(*row) for row in rows]
-    if step == 1:
-        return pieces
-    return [p._replace(step=step, shift=(shift - (p.n0 - k.start) + (p.m0 - q.start)) % step) for p in pieces]
+    apart = int(k.first[0] - q.first[0]) - q.step * (k.rows.start - q.rows.start)  # j - i where n = m
+    local = _in_rows(q, k, bands)
+    low, high = local[:, 4:].unbind(1)
+    low = torch.where(low > -UNBOUNDED, -((apart - low) // q.step), low)
+    high = torch.where(high < UNBOUNDED, (high - apart) // q.step, high)
+    pieces = _from_corners(tightened(torch.cat([local[:, :4], low[:, None], high[:, None]], 1)))
+    if step > 1:
+        shifts = shift - (pieces[:, 2] - k.rows.start) + (pieces[:, 0] - q.rows.start)
+        pieces[:, 6:] = torch.stack([torch.full_like(shifts, step), shifts % step], 1)
+    return pieces
 
 
-def _from_corner(m0: int, m1: int, n0: int, n1: int, low: int, high: int) -> Piece:
-    """Return the piece, from diagonals that count from row 0 and column 0."""
-    apart = n0 - m0
-    low = low if low == -UNBOUNDED else low - apart
-    return Piece(m0, m1, n0, n1, low, high if high == UNBOUNDED else high - apart)
+def _from_corners(rectangles: Tensor) -> Tensor:
+    """Return the pieces of rectangles [many, 6 or 7] whose diagonals count from row 0 and column 0."""
+    bounds, apart = rectangles[:, 4:6], rectangles[:, 2:3] - rectangles[:, :1]
+    bounds = torch.where(bounds.abs() < UNBOUNDED, bounds - apart, bounds)
+    return torch.cat([rectangles[:, :4], bounds, torch.tensor([[1, 0]]).expand(len(bounds), -1)], 1)
 
 
-def _pieces(q: Stretch, k: Stretch, bands: Tensor, *, square: bool) -> list[Piece]:
-    """Return the pieces of bands: rectangles of local rows, with diagonals over global positions.
-
-    square: as in `_cut`.
-    """
-    of_band: dict[int, list[Piece]] = {}
-    causal = (bands[:, 4] == -UNBOUNDED) & (bands[:, 5] == 0) & (q is k)  # order of rows is that of positions
-    bounds = bands[causal, :4].tolist()
-    for band, (a, b, c, d) in zip(causal.nonzero().flatten().tolist(), bounds, strict=True):
-        m0, n1 = max(a, c), min(b, d)
-        if m0 < b and c < n1:
-            high = UNBOUNDED if n1 - 1 <= m0 else m0 - c
-            of_band[band] = [Piece(m0, b, c, n1, -UNBOUNDED, high)]
-    rectangles = torch.cat([bands, torch.arange(len(bands))[:, None]], 1)[~causal]
+def _pieces(q: Stretch, k: Stretch, bands: Tensor, *, square: bool = False) -> Tensor:
+    """Return the pieces in which rows meet under some bands; square: as in `_cut`."""
+    rectangles = _in_rows(q, k, bands)
+    rectangles = torch.cat([rectangles, torch.arange(len(rectangles))[:, None]], 1)
+    done = [rectangles[:0]]
+    if q is k:  # the order of rows is that of positions
+        causal = (rectangles[:, 4] == -UNBOUNDED) & (rectangles[:, 5] == 0)
+        whole = tight(rectangles[causal, :6])
+        done.append(torch.cat([whole, rectangles[causal, 6:]], 1))
+        rectangles = rectangles[~causal]
     while len(rectangles):
-        done, rectangles = _cut(q, k, rectangles, square=square)
-        for *rows, band in done:
-            of_band.setdefault(band, []).append(_from_corner(*rows))
-    return [piece for _, pieces in sorted(of_band.items()) for piece in _merged(pieces)]
+        whole, rectangles = _cut(q, k, rectangles, square=square)
+        done.append(whole)
+    rectangles = torch.cat(done)
+    rectangles = rectangles[has_pairs(rectangles[:, :6])]
+    return _from_corners(_merged(rectangles) if len(done) > 2 else rectangles)
 
 
-def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[list[list[int]], Tensor]:
+def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[Tensor, Tensor]:
     """Cut rectangles until they are full, empty or straight: return those that are, and halves of others.
 
     Args:
@@ -321,49 +375,39 @@ def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[l
             n log n rows together, not n * n: it counts where rows lie apart.
     """
     m0, m1, n0, n1, low, high, band = rectangles.unbind(1)
-    for _ in range(2):  # columns, rows, and columns again for the rows that are left
-        first, last = q.positions(m0), q.positions(m1 - 1)
-        n0 = torch.maximum(n0, k.rows_before_each(first + low))
-        n1 = torch.minimum(n1, k.rows_before_each(last + high + 1))
-        some = n0 < n1
-        m0, m1, n0, n1, low, high, band = (x[some] for x in (m0, m1, n0, n1, low, high, band))
-        left, right = k.positions(n0), k.positions(n1 - 1)
-        m0 = torch.maximum(m0, q.rows_before_each(left - high))
-        m1 = torch.minimum(m1, q.rows_before_each(right - low + 1))
-        some = m0 < m1
-        m0, m1, n0, n1, low, high, band, left, right = (
-            x[some] for x in (m0, m1, n0, n1, low, high, band, left, right)
-        )
+    first, last = q.positions(m0), q.positions(m1 - 1)
+    n0 = torch.maximum(n0, k.rows_before_each(first + low))
+    n1 = torch.minimum(n1, k.rows_before_each(last + high + 1))
+    left, right = k.positions(n0), k.positions(n1 - 1)
+    m0 = torch.maximum(m0, q.rows_before_each(left - high))
+    m1 = torch.minimum(m1, q.rows_before_each(right - low + 1))
+    columns = torch.stack([m0, m1, n0, n1, low, high, band, left, right])
+    m0, m1, n0, n1, low, high, band, left, right = columns[:, (m0 < m1) & (n0 < n1)]
     first, last = q.positions(m0), q.positions(m1 - 1)
     open_low, open_high = low <= left - last, right - first <= high
     row, column = q.cut(m0, m1), k.cut(n0, n1)
     by_row = (row >= 0) & ((column < 0) | (m1 - m0 >= n1 - n0 if square else row >= 0))
     whole = (open_low & open_high) | (~by_row & (column < 0))
-    apart = (n0 - m0) - (left - first)  # of diagonals that count rows
-    lowest = torch.where(open_low, -UNBOUNDED, low + apart)
-    highest = torch.where(open_high, UNBOUNDED, high + apart)
+    ahead, apart = left - first, n0 - m0  # of the corner, in positions and in rows
+    lowest = torch.where(open_low, -UNBOUNDED, apart - (ahead - low) // q.step)
+    highest = torch.where(open_high, UNBOUNDED, apart + (high - ahead) // q.step)
     rows = tight(torch.stack([m0, m1, n0, n1, lowest, highest], 1))  # rows that no pair needs do not travel
-    done = torch.cat([rows, band[:, None]], 1)[whole].tolist()
+    done = torch.cat([rows, band[:, None]], 1)[whole]
     upper = m0, torch.where(by_row, row, m1), n0, torch.where(by_row, n1, column), low, high, band
     lower = torch.where(by_row, row, m0), m1, torch.where(by_row, n0, column), n1, low, high, band
     return done, torch.cat([torch.stack(half, 1)[~whole] for half in (upper, lower)])
 
 
-def _merged(pieces: list[Piece]) -> list[Piece]:
-    """Join neighbouring full pieces: first those below each other, then those beside each other."""
+def _merged(rectangles: Tensor) -> Tensor:
+    """Join neighbouring full rectangles of a band: first those below each other, then those beside."""
     for low, high, across in ((0, 1, 2), (2, 3, 0)):
-        merged: list[Piece] = []
-        for piece in sorted(pieces, key=lambda p: (p[across], p[across + 1], p[low])):
-            last = merged[-1] if merged else None
-            if (
-                last is not None
-                and last.full
-                and piece.full
-                and last[across : across + 2] == piece[across : across + 2]
-                and last[high] == piece[low]
-            ):
-                merged[-1] = last._replace(**{Piece._fields[high]: piece[high]})
-            else:
-                merged.append(piece)
-        pieces = merged
-    return pieces
+        for column in (low, across, 6):
+            rectangles = rectangles[rectangles[:, column].argsort(stable=True)]
+        before, after = rectangles[:-1], rectangles[1:]
+        same = before[:, [high, across, across + 1, 4, 5, 6]] == after[:, [low, across, across + 1, 4, 5, 6]]
+        joins = same.all(1) & (after[:, 4] == -UNBOUNDED) & (after[:, 5] == UNBOUNDED)
+        end = torch.ones_like(rectangles[:1, 0], dtype=torch.bool)
+        last = rectangles[torch.cat([~joins, end]), high]
+        rectangles = rectangles[torch.cat([end, ~joins])]
+        rectangles[:, high] = last
+    return rectangles

@@ -26,8 +26,9 @@ from burst_mcore.mask.bands import UNBOUNDED, intersected, of_classes, pairs_of_
 MOST = 2**27
 """Entries of the table, at most. Beyond, whole runs count as read, or, if these are too many, everything:
 finding the few exceptions would cost more than it saves."""
-STRIPES = 2**22
-"""Pairs of striped runs times bands, at most, that are examined one by one; beyond, everything is read."""
+STRIPES = 2**18
+"""Pairs of striped runs times bands, at most, that are examined one by one; beyond, everything is read. Under
+one band there may be 2^8 times as many."""
 
 
 class Reading:
@@ -57,6 +58,11 @@ class Reading:
         """Bool [owners, readers]: whether a position reads anything of another."""
         read = torch.zeros(self.size, len(self.read), dtype=torch.int32)
         return read.index_add_(0, self.owner, self.read.T.to(torch.int32)) > 0
+
+    @cached_property
+    def of_all(self) -> bool:
+        """Whether every position reads every row."""
+        return bool(self.read.all())
 
     @property
     def elsewhere(self) -> int:
@@ -191,7 +197,7 @@ def _by_stripes(runs: _Runs, bands: Tensor, stride: int, size: int, rows: int) -
 
 def _too_many(runs: _Runs, bands: Tensor) -> bool:
     pairs = len(runs.start) ** 2
-    return pairs * len(bands) > STRIPES and (len(bands) > 1 or pairs > 16 * STRIPES)
+    return pairs * len(bands) > (STRIPES if len(bands) > 1 else 2**8 * STRIPES)
 
 
 def _stripes(runs: _Runs, bands: Tensor, stride: int) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
@@ -268,7 +274,7 @@ def _pairs_by_position(total: Tensor, runs: _Runs, bands: Tensor, stride: int, r
         q_run = torch.searchsorted(start, met[:, 0].contiguous(), right=True) - 1
         begin = torch.searchsorted(start, met[:, 2].contiguous(), right=True) - 1
         end = torch.searchsorted(start, met[:, 3].contiguous())
-        if int((end - begin).sum()) > 4 * STRIPES:
+        if int((end - begin).sum()) > 2**6 * STRIPES:
             return False
         for i, j in pairs_of_runs(begin, end):
             m0, m1, k0, k1, low, high = met[i].unbind(1)

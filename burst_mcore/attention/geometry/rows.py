@@ -29,6 +29,13 @@ def union(ranges: list[range]) -> Rows:
     return tuple(joined)
 
 
+def ascending(first: Tensor, stop: Tensor) -> Rows:
+    """Return the rows of disjoint ascending ranges [first, stop), neighbours as one range."""
+    apart = first[1:] > stop[:-1]
+    first, stop = torch.cat([first[:1], first[1:][apart]]), torch.cat([stop[:-1][apart], stop[-1:]])
+    return tuple(map(range, first.tolist(), stop.tolist()))
+
+
 @lru_cache(maxsize=1024)
 def spans(read: tuple[Rows, ...]) -> Rows:
     """Return the rows from the first to the last of each range, joined."""

@@ -8,14 +8,16 @@ supports either.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from burst_mcore.attention.geometry.pattern import Abilities, Packed, Pattern
-from burst_mcore.attention.geometry.piece import Piece
+from burst_mcore.attention.geometry.piece import Piece, listed
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
-from burst_mcore.attention.geometry.rows import Rows, count, indices_of, union
+from burst_mcore.attention.geometry.rows import Rows, ascending, count, indices_of, union
 from burst_mcore.mask.bands import UNBOUNDED
 
 CALL = 1024
@@ -28,6 +30,10 @@ GATHERED = 2048
 
 PACKED = 2**23
 """Pairs of a piece, at most, that is packed with others: a larger one fills a GPU by itself."""
+
+
+FAR = 2**31
+"""More than any bound of a sequence: two bounds are kept as one number."""
 
 
 class Tile(NamedTuple):
@@ -48,20 +54,20 @@ def _tile(
     return Tile(q, k, Pattern((count(q), count(k)), low, high, parts))
 
 
-def tiles(pieces: Iterable[Piece], abilities: Abilities) -> tuple[Tile, ...]:
-    """Return the tiles of these pieces for a kernel of these abilities.
+def tiles(pieces: Tensor, abilities: Abilities) -> tuple[Tile, ...]:
+    """Return the tiles of these pieces, a row each, for a kernel of these abilities.
 
     Together they hold every pair of the pieces once, and no other pair.
     """
     windows, masks, whole, packs = abilities
     if whole:
-        return _as_one(list(pieces), windows)
+        return _as_one(listed(pieces), windows)
     large: list[Tile] = []
     if packs:
         packed, pieces = _packed(pieces)
         large += packed
     small: list[Piece] = []
-    for piece in pieces:
+    for piece in listed(pieces):
         if masks and _area(piece) < 16 * CALL:
             small.append(piece)
         elif masks and _narrow(piece) and not (windows and piece.step == 1):
@@ -82,9 +88,14 @@ def tiles_of(
     *,
     q_part: int | None = None,
     k_part: int | None = None,
+    keys_stay: bool = False,
 ) -> tuple[Tile, ...]:
-    """Return the tiles in which queries of a position, or of a member there, meet keys of another. Cached."""
-    met = tiles(plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part), abilities)
+    """Return the tiles in which queries of a position, or of a member there, meet keys of another. Cached.
+
+    keys_stay: as in `Plan.pieces`.
+    """
+    pieces = plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part, keys_stay=keys_stay)
+    met = tiles(pieces, abilities)
     if not plan.by_class or not met:
         return met
     q = plan.order(q_at, q_part, plan.needed(q_at, k_at, of_queries=True))
@@ -101,94 +112,95 @@ def _as_one(pieces: list[Piece], windows: bool) -> tuple[Tile, ...]:
     return (_masked(pieces),) if pieces else ()
 
 
-class _Sequence(NamedTuple):
-    """Queries [m0, m1) and keys [n0, n1) within bounds from the lower right corner (`Packed`)."""
-
-    m0: int
-    m1: int
-    n0: int
-    n1: int
-    left: int
-    right: int
-
-    @property
-    def tight(self) -> _Sequence:
-        """The same without bounds that exclude nothing."""
-        left = self.left if self.left < self.n1 - self.n0 - 1 else -1
-        return self._replace(left=left, right=self.right if self.right < self.m1 - self.m0 - 1 else -1)
-
-    def within(self, left: int, right: int) -> _Sequence | None:
-        """Return the sequence with these bounds; None if other pairs would meet."""
-        other = self._replace(left=left, right=right)
-        return other if other.tight == self.tight else None
-
-    def follows(self, other: _Sequence) -> bool:
-        """Return whether both sides begin where those of `other` have ended."""
-        return self.m0 >= other.m1 and self.n0 >= other.n1
-
-
-def _packed(pieces: Iterable[Piece]) -> tuple[list[Tile], list[Piece]]:
+def _packed(pieces: Tensor) -> tuple[list[Tile], Tensor]:
     """Return tiles of packed sequences, and the pieces that have no other to be packed with."""
-    sequences = {piece: _sequences(piece) for piece in sorted(pieces)}
-    bounds = Counter((x.left, x.right) for some in sequences.values() for x in some).most_common()
-    chains: dict[tuple[int, int], list[list[_Sequence]]] = {}
-    of_piece: dict[Piece, list[list[_Sequence]]] = {}
-    for piece, some in sequences.items():
-        for sequence in some:
-            one = next(x for (left, right), _ in bounds if (x := sequence.within(left, right)))
-            of_bounds = chains.setdefault((one.left, one.right), [])
-            chain = next((chain for chain in of_bounds if one.follows(chain[-1])), None)
-            if chain is None:
-                of_bounds.append(chain := [])
-            chain.append(one)
-            of_piece.setdefault(piece, []).append(chain)
-    alone = [piece for piece in sequences if all(len(chain) == 1 for chain in of_piece.get(piece, []))]
-    for piece in alone:
-        for chain in of_piece.get(piece, []):
-            chain.clear()
-    return [_one_after_another(chain) for some in chains.values() for chain in some if chain], alone
+    sequences, piece = _sequences(pieces)
+    chains = list(_chains(sequences))
+    together = torch.zeros(len(pieces), dtype=torch.bool)
+    for chain, _ in chains:
+        together[piece[chain]] |= len(chain) > 1
+    packed = [
+        _one_after_another(sequences[chain], *bounds) for chain, bounds in chains if together[piece[chain[0]]]
+    ]
+    return packed, pieces[~together]
 
 
-def _sequences(piece: Piece) -> list[_Sequence]:
-    """Return a piece as sequences of packed calls; none if it is large or cannot be one of them."""
-    sequences: list[_Sequence] = []
-    if piece.step > 1 or _area(piece) > PACKED:
-        return []
-    for tile in _band(
-        range(piece.m0, piece.m1), range(piece.n0, piece.n1), piece.low, piece.high, True, False
-    ):
-        (q,), (k,), pattern = tile
-        apart = len(k) - len(q)
-        left = -1 if pattern.low is None else apart - pattern.low
-        right = -1 if pattern.high is None else pattern.high - apart
-        if q.step < 0 or (right > 0 and left >= 0):
-            return []
-        if right > 0:  # the first rows are causal, the others see all
-            square = len(q) - right
-            sequences.append(_Sequence(q.start, q.start + square, k.start, k.stop, -1, 0))
-            sequences.append(_Sequence(q.start + square, q.stop, k.start, k.stop, -1, -1))
+def _sequences(pieces: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sequences of packed calls that small pieces are, by rows, and the piece of each.
+
+    A sequence, a row of six numbers, is queries [m0, m1) and keys [n0, n1) within (left, right), as `Packed`
+    counts them.
+    """
+    m0, m1, n0, n1, low, high, step, _ = pieces.unbind(1)
+    rows, columns = m1 - m0, n1 - n0
+    apart = columns - rows
+    left = torch.where(low > -UNBOUNDED, apart - low, -1)
+    right = torch.where(high < UNBOUNDED, high - apart, -1)
+    small = (step == 1) & (rows * columns <= PACKED) & ((left < 0) | ((apart >= 0) & (right <= 0)))
+    ramp = right > 0  # the first rows are causal, the others see all
+    seen_by_all = torch.where(ramp, m1 - right, m1)
+    first = torch.stack([m0, seen_by_all, n0, n1, left, right.clamp(max=0)], 1)
+    rest = torch.stack([seen_by_all, m1, n0, n1, *torch.full_like(pieces[:, :2], -1).unbind(1)], 1)
+    sequences, number = torch.cat([first[small], rest[small & ramp]]), torch.arange(len(pieces))
+    piece = torch.cat([number[small], number[small & ramp]])
+    for column in (2, 0):
+        order = sequences[:, column].argsort(stable=True)
+        sequences, piece = sequences[order], piece[order]
+    return sequences, piece
+
+
+def _bounded(sequences: Tensor, left: Tensor | int, right: Tensor | int) -> Tensor:
+    """Return these bounds for each sequence, -1 where one excludes nothing, as one number."""
+    m0, m1, n0, n1 = sequences[:, :4].unbind(1)
+    left, right = torch.where(left < n1 - n0 - 1, left, -1), torch.where(right < m1 - m0 - 1, right, -1)
+    return left * FAR + right
+
+
+def _chains(sequences: Tensor) -> Iterator[tuple[list[int], tuple[int, int]]]:
+    """Yield the numbers of sequences that follow each other within the same bounds, and the bounds.
+
+    Bounds may exclude more than others where that excludes no pair; the most frequent are tried first.
+    """
+    left, right = sequences[:, 4:].unbind(1)
+    bounds, counts = (left * FAR + right).unique(return_counts=True)
+    left_over, own = torch.arange(len(sequences)), _bounded(sequences, left, right)
+    for each in bounds[counts.argsort(descending=True)].tolist():
+        left, right = (each + 1) // FAR, (each + 1) % FAR - 1
+        within = _bounded(sequences[left_over], left, right) == own[left_over]
+        numbers, left_over = left_over[within], left_over[~within]
+        rows = sequences[numbers]
+        if bool(((rows[1:, 0] >= rows[:-1, 1]) & (rows[1:, 2] >= rows[:-1, 3])).all()):
+            chains = [numbers.tolist()] if len(rows) else []
         else:
-            sequences.append(_Sequence(q.start, q.stop, k.start, k.stop, left, right))
-    return sequences
+            chains = _chained(numbers.tolist(), rows.tolist())
+        yield from ((chain, (left, right)) for chain in chains)
 
 
-def _one_after_another(sequences: list[_Sequence]) -> Tile:
-    """Return the tile of packed sequences, or of a single one."""
-    lengths_q = tuple(x.m1 - x.m0 for x in sequences)
-    lengths_k = tuple(x.n1 - x.n0 for x in sequences)
-    left, right = sequences[0][4:]
-    parts, m, n = [], 0, 0
-    for rows, columns in zip(lengths_q, lengths_k, strict=True):
-        low = -UNBOUNDED if left < 0 else columns - rows - left
-        high = UNBOUNDED if right < 0 else columns - rows + right
-        parts.append(Piece(m, m + rows, n, n + columns, low, high))
-        m, n = m + rows, n + columns
-    q = union([range(x.m0, x.m1) for x in sequences])
-    k = union([range(x.n0, x.n1) for x in sequences])
-    if len(parts) == 1:
-        low, high = parts[0][4:6]
-        return _tile(q, k, None if left < 0 else low, None if right < 0 else high)
-    return Tile(q, k, Pattern((m, n), parts=tuple(parts), packed=Packed(lengths_q, lengths_k, left, right)))
+def _chained(numbers: list[int], sequences: list[list[int]]) -> list[list[int]]:
+    """Return the numbers in chains, in each of which both sides begin where those before have ended."""
+    chains: list[list[int]] = []
+    ends: list[tuple[int, int]] = []
+    for number, (m0, m1, n0, n1, *_) in zip(numbers, sequences, strict=True):
+        chain = next((i for i, (m, n) in enumerate(ends) if m0 >= m and n0 >= n), len(chains))
+        if chain == len(chains):
+            chains.append([])
+            ends.append((0, 0))
+        chains[chain].append(number)
+        ends[chain] = m1, n1
+    return chains
+
+
+def _one_after_another(sequences: Tensor, left: int, right: int) -> Tile:
+    """Return the tile of packed sequences, or of a single one, within these bounds."""
+    m0, m1, n0, n1, _, _ = sequences.unbind(1)
+    rows, columns = (m1 - m0).tolist(), (n1 - n0).tolist()
+    q, k = ascending(m0, m1), ascending(n0, n1)
+    if len(rows) == 1:
+        apart = columns[0] - rows[0]
+        return _tile(q, k, None if left < 0 else apart - left, None if right < 0 else apart + right)
+    return Tile(
+        q, k, Pattern((sum(rows), sum(columns)), packed=Packed(tuple(rows), tuple(columns), left, right))
+    )
 
 
 def _area(piece: Piece) -> int:

@@ -34,7 +34,7 @@ class Topology:
     intra_size: int = 0
     """Ranks of a node, L; 0 stands for all of them."""
     rates: Rates | None = None
-    """How fast the links and ranks are, for the choices called "auto"; None: `machines.default_rates`."""
+    """How fast the links and ranks are, for the choices called "auto"; None: `rates.default_rates`."""
     communicators: Communicators | None = field(default=None, repr=False)
     """None where there is nothing to communicate."""
 

@@ -2,11 +2,9 @@
 
 actions        the actions of a program: send, receive, wait, compute, add
 carried        which rows a message carries: all, or those that a mask lets somebody read
-counted        how many rows that is, without the rows themselves, for the cost model
 ring           programs of the double ring, the flat ring and the mirrored ring
 direct         programs of the exchange in which every row goes straight to its readers
 heads          the all-to-all of heads around a ring's program
 route          a route, the program of each rank on the route, and the communicator of each channel
-walk           advances the programs of all ranks, for dry runs (burst_plan) and the simulator
-trace          events of a run, recorded or simulated
+trace          the place where the executor tells when actions begin and end
 """

@@ -30,6 +30,7 @@ from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfPosition, 
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
+from burst_mcore.attention.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,25 @@ PASSES = {
 """The bundles, rows and gradients that each pass moves."""
 
 
+def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool = False) -> dict[Kind, int]:
+    """Return the bytes of the messages in a pass, by kind: of all rows of a position, or of a member."""
+    h, pass_ = route.heads, Pass(pass_)
+    of_queries, several = pass_ == Pass.QUERY, shard.carried[0] < h
+    member = shard.of_member(h)
+    data, gradient = shard.pooled(h).bundle_bytes(of_queries=of_queries)
+    q, kv, out, result = member.q_bytes, member.kv_bytes, member.out_bytes, member.result_bytes
+    dkv = member.gradient_bytes(kv) if several else kv
+    through_heads = {
+        Pass.FORWARD: {Kind.BUNDLE: kv, Kind.ROWS: q, Kind.RESULT: result if return_lse else out},
+        Pass.KV: {Kind.ROWS: result, Kind.RESULT: q, Kind.SUM: dkv},
+        Pass.QUERY: {Kind.BUNDLE: result, Kind.RESULT: dkv, Kind.SUM: q},
+    }
+    summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
+    own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
+    total = gradient // shard.grad_itemsize * own
+    return {Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_]}
+
+
 def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> Program:
     """Return the program of `rank` in a pass; without a plan, every rank reads every row."""
     pass_ = Pass(pass_)
@@ -113,6 +133,8 @@ def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
 @cached_on_plan
 def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
     position, of_queries = route.placement.position(rank), pass_ == Pass.QUERY
+    if plan.reading(of_queries=of_queries).of_all:
+        return _of_all(rank, route, pass_)
     places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
     hops = OfPosition(plan.reading(of_queries=of_queries), position, places)
     return _around(on_ring(position, route, PASSES[pass_], hops), rank, route, pass_)

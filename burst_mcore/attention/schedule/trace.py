@@ -1,34 +1,12 @@
-"""A timeline of a pass over the ring: predicted by the cost model, or recorded from a run; to see overlap."""
+"""The place where the executor tells when actions begin and end, for timelines of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 from burst_mcore.attention.schedule.actions import Action, Channel
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that took time on a rank. Seconds from the start of the pass."""
-
-    rank: int
-    lane: str
-    """ "compute", or the link and kind of a message."""
-    label: str
-    posted: float
-    """Time at which the receiver asked for a message; of a compute, its start."""
-    started: float
-    """Start. Of a measured message it is not known: its posting stands here."""
-    ended: float
-    """End. Of a measured message, the end of the wait for it."""
-
-
-def lane(channel: Channel) -> str:
-    """Return the lane of a channel's messages."""
-    return f"{channel.link} {channel.kind}"
 
 
 class Recorder(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from burst_mcore.machines import HEAD_DIMS
+from burst_plan.machines import HEAD_DIMS
 from burst_plan.step.model.mixers import NONE, Mixer
 
 LARGEST = 2**31

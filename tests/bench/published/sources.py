@@ -11,7 +11,7 @@ from dataclasses import asdict
 from predictions import COUNTED
 
 from burst_bench.published.training import FLAT
-from burst_mcore.machines import MACHINES
+from burst_plan.machines import MACHINES
 from burst_plan.step.model import PRESETS, Model
 from burst_plan.step.way import Way
 from burst_plan.words import tokens

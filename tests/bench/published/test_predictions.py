@@ -25,15 +25,15 @@ from burst_bench.published.against import (
 from burst_bench.published.methods import FITTED, WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.autotune.cost import CallTime, call_time
-from burst_mcore.attention.autotune.question import Question, Settings
-from burst_mcore.attention.autotune.search import candidates
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.question import Question, Settings
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
-from burst_mcore.machines import CONSTANTS, CPU, MACHINES, RATES_FILE, default_rates, machine, machine_of
-from burst_mcore.rates import Rates
+from burst_mcore.rates import CPU, RATES_FILE, Rates, default_rates
 from burst_plan.cli import app
+from burst_plan.machines import CONSTANTS, MACHINES, machine, machine_of
+from burst_plan.simulate.cost import CallTime, call_time
+from burst_plan.simulate.search import candidates
 from burst_plan.words import in_words
 
 PUBLIC = Path(__file__).parents[3] / "benchmarks" / "public"

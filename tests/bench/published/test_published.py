@@ -10,10 +10,11 @@ from step_errors import judged, ranges, table
 
 from burst_bench.published.against import compare
 from burst_bench.published.training import of_row, predicted
-from burst_mcore.attention.autotune.cost import call_time
-from burst_mcore.attention.autotune.ways import Ranks
+from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.machines import CONSTANTS, CPU, MACHINES
+from burst_mcore.rates import CPU
+from burst_plan.machines import CONSTANTS, MACHINES
+from burst_plan.simulate.cost import call_time
 from burst_plan.step import figures
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import TABLE, errors_of, kind_of

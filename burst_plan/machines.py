@@ -1,24 +1,11 @@
-"""Known machines: specifications of GPUs and their links, and the rates that "auto" takes by default."""
+"""Known machines: specifications of GPUs and their links, and the rates that follow."""
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
-
-import torch
 
 from burst_mcore.rates import Rates
-
-logger = logging.getLogger("burst_mcore")
-
-RATES_FILE = "BURST_MCORE_RATES"
-"""Environment variable: a file of rates that replaces the presets, as `burst-mcore calibrate` writes it."""
-
-CPU = Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False)
-"""Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,32 +186,6 @@ hardly better: the mean error of the L20's falls from 12 % to 11 %, that of the 
 is the cluster of DeepSpeed's figures of Ulysses-Offload, 4 GPUs a node. Its network is not published: `nic`
 is fitted to one of those figures, of 32K tokens of Llama3-70B by Ulysses.
 """
-
-
-@lru_cache
-def default_rates(device: str) -> Rates:
-    """Return the rates of this machine's devices; device: "cpu" or "cuda".
-
-    They are those of the file that `RATES_FILE` names, else the preset of the GPU's name. Another GPU counts
-    as an A800, and a line in the log says so.
-
-    Raises:
-        ValueError: the file holds no rates.
-    """
-    path = os.environ.get(RATES_FILE)
-    if path:
-        return Rates.load(path)
-    if device != "cuda":
-        return CPU
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    name = machine_of(gpu)
-    if name is None:
-        logger.warning(
-            "no preset of rates for %s: burst counts with those of an A800; give your own by Rates or %s",
-            gpu,
-            RATES_FILE,
-        )
-    return MACHINES[name or "A800"].rates
 
 
 def machine(word: str) -> Machine:

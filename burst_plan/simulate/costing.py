@@ -10,8 +10,19 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from burst_mcore.attention.autotune.choose import Candidate, Family
-from burst_mcore.attention.autotune.cost import (
+from burst_mcore.attention.geometry.placement import Placement
+from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.route.choose import Candidate
+from burst_mcore.attention.route.question import Question
+from burst_mcore.attention.route.ways import Family
+from burst_mcore.attention.schedule.actions import Kind, Link, Pass
+from burst_mcore.attention.schedule.route import Route, schedule
+from burst_mcore.attention.shard import Shard
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.rates import Rates
+from burst_plan.simulate.cost import (
     call_time,
     exchange_seconds,
     home_expansion_seconds,
@@ -20,18 +31,8 @@ from burst_mcore.attention.autotune.cost import (
     message_bytes,
     slowdown_seconds,
 )
-from burst_mcore.attention.autotune.lockstep import KernelWork, PlayedPass, RoutedPass, play_all
-from burst_mcore.attention.autotune.question import Question
-from burst_mcore.attention.autotune.simulate import play
-from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.geometry.reading import pairs_between
-from burst_mcore.attention.schedule.actions import Kind, Link, Pass
-from burst_mcore.attention.schedule.route import Route, schedule
-from burst_mcore.attention.shard import Shard
-from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
-from burst_mcore.rates import Rates
+from burst_plan.simulate.lockstep import KernelWork, PlayedPass, RoutedPass, play_all
+from burst_plan.simulate.play import play
 
 
 class Costs:

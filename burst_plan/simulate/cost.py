@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import count
+from burst_mcore.attention.route.question import expansion_seconds
+from burst_mcore.attention.schedule import route as route_module
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
@@ -35,22 +37,8 @@ class Sizes:
 
 def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool = False) -> Sizes:
     """Return the bytes of the messages in a pass."""
-    h, pass_ = route.heads, Pass(pass_)
-    of_queries, several = pass_ == Pass.QUERY, shard.carried[0] < h
-    ring, member = shard.pooled(h), shard.of_member(h)
-    data, gradient = ring.bundle_bytes(of_queries=of_queries)
-    q, kv, out, statistic = member.q_bytes, member.kv_bytes, member.out_bytes, member.statistic_bytes
-    dkv = member.gradient_bytes(kv) if several else kv
-    through_heads = {
-        Pass.FORWARD: {Kind.BUNDLE: kv, Kind.ROWS: q, Kind.RESULT: out + statistic * return_lse},
-        Pass.KV: {Kind.ROWS: out + statistic, Kind.RESULT: q, Kind.SUM: dkv},
-        Pass.QUERY: {Kind.BUNDLE: out + statistic, Kind.RESULT: dkv, Kind.SUM: q},
-    }
-    summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
-    own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
-    total = gradient // shard.grad_itemsize * own
-    whole = {Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_]}
-    return Sizes(whole, shard.tokens * h)
+    whole = route_module.message_bytes(shard, route, Pass(pass_), return_lse=return_lse)
+    return Sizes(whole, shard.tokens * route.heads)
 
 
 def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> dict[Link, int]:
@@ -146,35 +134,20 @@ def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS) ->
     computed = replace(
         shard, head_dim=rates.computed(shard.head_dim), value_dim=rates.computed(shard.value_dim)
     )
-    per_pair = pass_flops(computed, 1, pass_) / compute + softmax
+    per_pair = pass_flops(computed, 1, Pass(pass_)) / compute + softmax
     wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
     idle = wave / 2 / (shard.batch * shard.heads)
     per_row = (rates.fill + idle) * per_pair + _bytes_around(shard, Pass(pass_), passes) / rates.memory
     if shard.latent_travels and Pass(pass_) != Pass.QUERY:
-        per_row += expansion_seconds(shard, pass_, rates)
+        per_row += expansion_seconds(shard, Pass(pass_), rates)
     return CallTime(per_pair, per_row)
-
-
-def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds to expand the latent of one token of each batch, in backward with its gradients.
-
-    Matrix products are taken to be as fast as the kernel. K and V are written, and in backward their
-    gradients read, twice.
-    """
-    if shard.latent is None:
-        return 0.0
-    products = 1 if Pass(pass_) == Pass.FORWARD else 3  # of K and V; of the latent's and of the weights'
-    width, rope = shard.latent
-    made = shard.batch * shard.kv_heads * (shard.head_dim - rope + shard.value_dim)
-    moved = 2 * made * shard.itemsize * (1 if products == 1 else 2)
-    return 2 * products * made * width / rates.compute + moved / rates.memory
 
 
 def home_expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
     """Return the seconds to expand the rank's own rows alone, where K and V travel or stay."""
     if shard.latent_travels and Pass(pass_) != Pass.QUERY:
         return 0.0
-    return shard.tokens * expansion_seconds(shard, pass_, rates)
+    return shard.tokens * expansion_seconds(shard, Pass(pass_), rates)
 
 
 def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 
-from burst_mcore.attention.autotune.choose import AS_FAST, Candidate, Family, best, reason
-from burst_mcore.attention.autotune.costing import Costs
-from burst_mcore.attention.autotune.question import Question, Settings, routes, settings_of
-from burst_mcore.attention.autotune.ways import RINGS
+from burst_mcore.attention.route.choose import AS_FAST, Candidate, best, decide
+from burst_mcore.attention.route.question import Question, Settings, routes, settings_of
+from burst_mcore.attention.route.ways import RINGS, Family
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.config import BurstConfig
-
-logger = logging.getLogger("burst_mcore")
+from burst_plan.simulate.costing import Costs
 
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
@@ -87,47 +84,28 @@ def costed(
 
 
 def tried(config: BurstConfig, question: Question) -> tuple[Candidate, ...]:
-    """Return the ways that a call tries, with their costs; the layout of `config` is not used."""
+    """Return the ways that may be the best, with their costs; the layout of `config` is not used."""
     return candidates(question, settings_of(config, question), every=False)
 
 
 def fastest(config: BurstConfig, question: Question) -> Candidate:
-    """Return the way that a call takes; the layout of `config` is not used."""
+    """Return the best way by simulation; the layout of `config` is not used."""
     return best(tried(config, question))
 
 
-def search(question: Question, settings: Settings, travels: str) -> tuple[Route, Pass, bool]:
-    """Return the route and the backward pass of the best way, and whether the latent travels; log them."""
-    if travels == "auto":
-        travels = "on" if _latent_gains(question, settings) else "off"
-    ways = candidates(_with_latent(question, travels), settings, every=False)
-    chosen = best(ways)
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s, backward %s: %s", chosen.route, chosen.direction, reason(chosen, ways))
-    return chosen.route, chosen.direction, travels == "on"
+def taken(config: BurstConfig, question: Question) -> Candidate:
+    """Return the way that a call takes by its rule, simulated; the layout of `config` is not used."""
+    route, direction, _ = decide(config, question)
+    settings = settings_of(config, question)
+    word = next(word for way, word in routes(question, settings).items() if _same(way, route))
+    costs = Costs(question, route.placement)
+    costs.simulate(replace(route, mirrored=False), [Pass.FORWARD, direction], math.inf)
+    return costs.candidate(word, route, direction)
 
 
-def _with_latent(question: Question, travels: str) -> Question:
-    """Return the question where the latent travels, or K and V."""
-    return replace(question, shard=replace(question.shard, latent_travels=travels == "on"))
-
-
-def _latent_gains(question: Question, settings: Settings) -> bool:
-    """Return whether the model predicts a gain if the latent travels, and not K and V.
-
-    The call may not be slower; if both are as fast, the order of `best` decides, as by bytes between nodes.
-    """
-    expanded, latent = (
-        best(candidates(_with_latent(question, travels), settings, every=False)) for travels in ("off", "on")
-    )
-    gains = latent.seconds <= expanded.seconds and best([expanded, latent]) is latent
-    logger.info(
-        "MLA: %s travel: predicted %.3g s with the latent, %.3g s with K and V",
-        "the latent and its rope key" if gains else "K and V",
-        latent.seconds,
-        expanded.seconds,
-    )
-    return gains
+def _same(way: Route, other: Route) -> bool:
+    """Return whether two routes are one, whichever way round a ring goes."""
+    return replace(way, mirrored=other.mirrored) == other
 
 
 def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, quick: bool) -> bool:

@@ -19,15 +19,15 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.autotune.cost import CallTime, Sizes, farther, stretched
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
-from burst_mcore.attention.schedule.counted import UNSENT, Counted, OfAll, RowCounts, moved
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import without_overlap
 from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
 from burst_mcore.rates import Rates
+from burst_plan.simulate.cost import CallTime, Sizes, farther, stretched
+from burst_plan.simulate.counted import UNSENT, Counted, OfAll, RowCounts, moved
 
 NEVER = -torch.inf
 """The time at which an empty message arrives."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from burst_mcore.attention.autotune.cost import Sizes, farther, link_class, stretched
 from burst_mcore.attention.schedule.actions import (
     Action,
     Channel,
@@ -29,9 +28,10 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
 )
 from burst_mcore.attention.schedule.route import Schedule
-from burst_mcore.attention.schedule.trace import Event, lane
-from burst_mcore.attention.schedule.walk import walk
 from burst_mcore.rates import Rates
+from burst_plan.simulate.cost import Sizes, farther, link_class, stretched
+from burst_plan.simulate.trace import Event, lane
+from burst_plan.simulate.walk import walk
 
 Seconds = Callable[[int, Compute], float]
 """The time of a compute: (rank, action) -> seconds."""

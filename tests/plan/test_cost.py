@@ -1,6 +1,5 @@
 """Bytes, time and the choices that follow: pure functions, no process."""
 
-import itertools
 import random
 from dataclasses import replace
 from functools import partial
@@ -14,36 +13,22 @@ from masks import random_layout, random_mask, randoms
 
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.autotune import search as search_module
-from burst_mcore.attention.autotune.choose import AS_FAST, Candidate, Family, best, reason
-from burst_mcore.attention.autotune.cost import (
-    Shard,
-    Sizes,
-    allowed_pairs,
-    link_bytes,
-    mean_bytes,
-    message_bytes,
-    pass_flops,
-)
-from burst_mcore.attention.autotune.costing import Costs, work_of
-from burst_mcore.attention.autotune.decide import decide
-from burst_mcore.attention.autotune.lockstep import RoutedPass, _Lockstep, play_all
-from burst_mcore.attention.autotune.question import Question, Settings, settings_of
-from burst_mcore.attention.autotune.search import candidates, costed, fastest
-from burst_mcore.attention.autotune.simulate import play
-from burst_mcore.attention.autotune.ways import (
-    RINGS,
-    Ranks,
-    legal_degrees,
-    route_for,
-    why_not_degree,
-)
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.route.choose import AS_FAST, Candidate, best, decide
+from burst_mcore.attention.route.question import Question, Settings, settings_of
+from burst_mcore.attention.route.ways import RINGS, Family, Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
-from burst_mcore.machines import CPU, MACHINES
-from burst_mcore.rates import Rates
+from burst_mcore.attention.shard import Shard
+from burst_mcore.rates import CPU, Rates
+from burst_plan.machines import MACHINES
+from burst_plan.simulate.cost import Sizes, allowed_pairs, link_bytes, mean_bytes, message_bytes, pass_flops
+from burst_plan.simulate.costing import Costs, work_of
+from burst_plan.simulate.lockstep import RoutedPass, _Lockstep, play_all
+from burst_plan.simulate.play import play
+from burst_plan.simulate.reason import reason
+from burst_plan.simulate.search import candidates, costed, fastest
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """By bytes."""
@@ -132,14 +117,6 @@ def test_head_x_ring_sends_less_between_nodes():
     assert outer(1) == Route(4, 8) and outer(32) == Route(1, 1, 32)
     assert route_for(4, Ranks(12, 6), ring="double", overlap=True) == Route(1, 3, 4)
     assert route_for(4, Ranks(12, 6), ring="double", overlap=True, outer=True) == Route(1, 3, 4, outer=True)
-
-
-def test_legal_degrees():
-    assert legal_degrees(Ranks(32, 8), 32, 8) == [1, 2, 4, 8, 16, 32]
-    assert legal_degrees(Ranks(12, 6), 12, 6) == [1, 2, 3, 6, 12]
-    assert legal_degrees(Ranks(8, 8), 40, 40) == [1, 2, 4, 8]
-    assert "do not divide one another" in why_not_degree(4, Ranks(4, 4), 12, 6)
-    assert "does not divide the 4 ranks" in why_not_degree(3, Ranks(4, 4), 12, 6)
 
 
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
@@ -370,15 +347,6 @@ def test_a_ring_of_two_needs_neither_a_direct_exchange_nor_its_mirror_image(draw
             assert (one.seconds, one.sent) == (pytest.approx(mirrored.seconds), pytest.approx(mirrored.sent))
 
 
-def test_a_call_with_one_way_left_is_not_searched(monkeypatch):
-    monkeypatch.setattr(search_module, "candidates", None)
-    shard = _shard(8, 8)
-    for size, way in ((1, {}), (2, {"backward": "kv"}), (4, {"backward": "query", "ring": "direct"})):
-        question = Question(shard, Layout("zigzag"), Mask.causal(), 64 * size, Ranks(size, size), A800)
-        route = decide(BurstConfig(**way), question).route
-        assert route == Route(1, size, direct=size == 4)
-
-
 def _way(c):
     return c.ring, c.route, c.direction
 
@@ -466,27 +434,6 @@ def test_a_causal_mask_never_gets_one_flat_ring_across_nodes(cluster, heads):
         assert chosen.seconds <= AS_FAST * min(c.seconds for c in found)
 
 
-def test_ties_go_to_the_plainest_way_then_to_fewer_bytes():
-    """The order of the docs; those that come after a way are 4 % faster and send fewer bytes."""
-    ring = Candidate("double", Route(4, 8), "query", 1.04, 1.0, 1.9, 100, 100, Family.RING)
-    flat = replace(ring, ring="flat", route=Route(1, 32))
-    mirrored = replace(ring, route=Route(4, 8, mirrored=True))
-    within = replace(ring, route=Route(4, 1, 8), family=Family.HEADS_WITHIN)
-    direct = replace(ring, ring="direct", route=Route(1, 32, direct=True), family=Family.DIRECT)
-    across = replace(ring, route=Route(1, 8, 4, outer=True), family=Family.HEADS_ACROSS)
-    order = [ring, flat, within, direct, across]
-    for i, one in enumerate(order):
-        assert one.route.size == 32 and Family.of(one.route, 8) == one.family
-        rest = [replace(c, forward_seconds=1.0, inter_bytes=9 - j) for j, c in enumerate(order[i + 1 :])]
-        assert best([*rest[::-1], one]) is one
-    fewer = replace(ring, direction="kv", inter_bytes=99, intra_bytes=999)
-    assert best([ring, fewer]) is fewer and best([replace(fewer, inter_bytes=100), ring]) is ring
-    assert best([replace(ring, direction="kv"), ring]) is ring  # queries, the paper's choice
-    assert best([mirrored, ring]) is ring and best([ring, replace(mirrored, intra_bytes=99)]).route.mirrored
-    faster = replace(across, forward_seconds=0.9, backward_seconds=1.0)
-    assert best([ring, faster]) is faster  # by over 5 %
-
-
 def test_what_is_as_fast_says_why_it_is_taken():
     ring = Candidate("double", Route(4, 8), "kv", 1.01, 1.0, 1.9, 100, 100, Family.RING)
     flat = Candidate("flat", Route(1, 32), "kv", 1.0, 1.0, 1.9, 120, 110, Family.RING)
@@ -496,46 +443,10 @@ def test_what_is_as_fast_says_why_it_is_taken():
     assert "a ring is plainer than a direct exchange" in reason(ring, [ring, direct])
 
 
-@pytest.mark.parametrize(
-    ("nodes", "intra"),
-    [(1, 2), (1, 4), (1, 8), (2, 8), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in (4, 8))],
-)
-@pytest.mark.parametrize("mask", [Mask.causal(), Mask.full()], ids=["causal", "full"])
-def test_the_plainest_calls_run_rings(nodes, intra, mask):
-    """BurstConfig(), zigzag: a ring on one node, the double ring on several, the side with fewer bytes."""
-    ranks = Ranks(nodes * intra, intra)
-    machines = MACHINES["H100"].rates, MACHINES["L20-PCIe"].rates, CPU
-    for rates, kv_heads, n in itertools.product(machines, (32, 8), (2**15, 2**18, 2**20)):
-        shard = _shard(32, kv_heads, tokens=n // ranks.size)
-        route, direction, _ = decide(BurstConfig(), Question(shard, Layout("zigzag"), mask, n, ranks, rates))
-        wanted = Route(nodes, intra), "query" if kv_heads == 32 else "kv"
-        assert (replace(route, mirrored=False), direction) == wanted, (rates, kv_heads, n)
-        assert not route.mirrored or mask == Mask.causal()
-
-
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
 def test_links_between_nodes_never_count_as_fast_as_nvlink(machine):
     assert machine.rates.inter < machine.rates.intra or not machine.switched
     assert CPU.inter < CPU.intra
-
-
-def _asked(layout, mask):
-    return Question(_shard(8, 8), layout, mask, 2**17, Ranks(8, 8), A800)
-
-
-def test_one_decision_serves_all_documents_of_a_kind():
-    kinds = set()
-    for seed in range(20):
-        mask = packed(2**17, seed)
-        for layout in (Layout("zigzag"), Layout.for_mask(mask, 2**17, 8)):
-            of_kind = _asked(layout, mask).typical
-            kinds.add((of_kind.layout.kind, of_kind.mask))
-    assert len({mask for _, mask in kinds}) == 1
-    ends = tuple(range(0, 2**17 + 1, 2**12))
-    dealt = Layout("zigzag-documents", ends=ends)
-    mask = Mask.causal() & Mask.documents(ends)
-    for seen in (mask, Mask.causal()):
-        assert _asked(dealt, seen).typical == _asked(dealt, seen)
 
 
 @pytest.mark.parametrize(("size", "inter"), [(16, 25e9), (64, 25e9), (16, 2e9)])
@@ -545,8 +456,10 @@ def test_what_is_decided_for_a_kind_of_documents_is_nearly_the_best_for_each(siz
 
     for seed in range(3):
         question = Question(shard, layout, packed(n, seed), n, ranks, rates)
-        pick, real = fastest(BurstConfig(), question.typical), costed(BurstConfig(), question)
-        same = next(c for c in real if (c.ring, c.direction) == (pick.ring, pick.direction))
+        (route, direction, _), real = decide(BurstConfig(), question), costed(BurstConfig(), question)
+        same = next(
+            c for c in real if c.direction == direction and replace(c.route, mirrored=route.mirrored) == route
+        )
         assert same.seconds <= 1.1 * min(c.seconds for c in real)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
-from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
 from burst_mcore.config import BurstConfig
-from burst_mcore.rates import Rates
 
 RINGS = LEGAL_RINGS[1:]  # all but "auto"
 SEARCHED = ("double", "direct")
@@ -79,20 +78,6 @@ def searched_rings(setting: str, ranks: Ranks) -> tuple[str, ...]:
     return SEARCHED if ranks.size > 2 else SEARCHED[:1]
 
 
-def backward_passes(setting: str) -> tuple[Pass, ...]:
-    """Return the backward passes that a setting of `BurstConfig.backward` leaves to choose from."""
-    return (Pass.QUERY, Pass.KV) if setting == "auto" else (Pass(setting),)
-
-
-def overlaps(overlap: bool, degree: int, ranks: Ranks, rates: Rates) -> bool:
-    """Return whether to communicate while computing, if `overlap` allows it.
-
-    It does not pay where all ranks share heads and messages take the cores that compute. Nothing would be
-    hidden, and computing member by member cuts tiles.
-    """
-    return overlap and (rates.hidden or degree < ranks.size or degree == 1)
-
-
 def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
     """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
     degree = config.head_parallel
@@ -106,3 +91,21 @@ def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ..
             f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
         )
     return (degree,)
+
+
+class Family(IntEnum):
+    """The kinds of ways between which "auto" chooses, the plainest first: equally fast, the first wins."""
+
+    RING = 0
+    HEADS_WITHIN = 1
+    DIRECT = 2
+    HEADS_ACROSS = 3
+
+    @classmethod
+    def of(cls, route: Route, intra: int) -> Family:
+        """Return the last word that a route needs; intra: ranks of a node."""
+        if route.heads > 1 and route.size > intra and (route.outer or intra % route.heads):
+            return cls.HEADS_ACROSS
+        if route.direct:
+            return cls.DIRECT
+        return cls.HEADS_WITHIN if route.heads > 1 else cls.RING

@@ -1,0 +1,322 @@
+"""The rule by which a call runs: a bound of each way from counted pairs and bytes, the plainest of the best.
+
+A pass is bound step by step: a step takes as long as its kernel, or as its messages if these are longer. A
+message starts when both of its ends have come to its step. All is counted from who reads which rows; nothing
+is played. `burst_plan` simulates the same ways, and says by how much the rule is behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.geometry.placement import Placement
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.reading import Reading, pairs_between
+from burst_mcore.attention.route.question import (
+    Question,
+    Settings,
+    expansion_seconds,
+    kernel_seconds,
+    routes,
+    settings_of,
+)
+from burst_mcore.attention.route.ways import Family
+from burst_mcore.attention.schedule.actions import Kind, Pass
+from burst_mcore.attention.schedule.ring import visits
+from burst_mcore.attention.schedule.route import PASSES, Route, message_bytes
+from burst_mcore.config import BurstConfig
+
+logger = logging.getLogger("burst_mcore")
+
+AS_FAST = 1.05
+"""Candidates within this factor of the fastest count as equally fast: the model's median error is 6.6 %."""
+COPIES = 4
+"""Times that a byte of an all-to-all passes the memory of a rank: packed and unpacked, read and written."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run a call (ring, route, backward pass), and its predicted cost."""
+
+    ring: str
+    route: Route
+    direction: Pass
+    forward_seconds: float
+    backward_seconds: float
+    """Time at which the slowest rank ends."""
+    compute_seconds: float
+    """Time of the kernel alone, on the busiest rank."""
+    intra_bytes: int
+    inter_bytes: int
+    """Sent in forward and backward by a rank, on average."""
+    family: Family
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+    def __str__(self) -> str:
+        ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
+        return f"{ring}, head_parallel={self.route.heads}{' outer' * self.route.outer}, {self.direction}"
+
+
+def best(costed: Sequence[Candidate]) -> Candidate:
+    """Return the plainest of the candidates that are as fast as the fastest (`AS_FAST`).
+
+    A ring is plainer than heads that a node shares. Then come a direct exchange and heads that cross nodes
+    (`Family`). A double ring comes before a flat one. Of ways as plain the one with the fewest bytes
+    between nodes wins, then within. So backward sends the side with fewer bytes; if both have as many,
+    queries, the paper's choice. A causal ring is mirrored: more rows stay at home, and peak memory is less.
+    """
+    fastest = min(candidate.seconds for candidate in costed)
+    return min((c for c in costed if c.seconds <= AS_FAST * fastest), key=_order)
+
+
+def _order(c: Candidate) -> tuple[float, ...]:
+    route = c.route
+    # On a ring of one "kv" can start before all of dO has arrived.
+    second = (c.direction == Pass.QUERY) == (route.positions == 1)
+    sent = c.inter_bytes, c.intra_bytes
+    return (c.family, c.ring == "flat", *sent, route.heads, route.outer, second, route.mirrored)
+
+
+class Decision(NamedTuple):
+    """How a call runs."""
+
+    route: Route
+    direction: Pass
+    latent_travels: bool
+
+
+def decide(config: BurstConfig, question: Question, travels: str = "off") -> Decision:
+    """Return how a call runs: the only entry from a call, decided and logged once for each kind of question.
+
+    Args:
+        travels: `Latent.travels`; without a latent it does not matter.
+    """
+    travels = travels if question.shard.latent is not None else "off"
+    settings = settings_of(config, question)
+    return _of_kind(question.typical, settings, travels)
+
+
+@lru_cache(maxsize=256)
+def _of_kind(question: Question, settings: Settings, travels: str) -> Decision:
+    route, *others = routes(question, settings)
+    direction, *sides = settings.directions
+    if question.ranks.size == 1 or not (others or sides or route.has_mirror or travels == "auto"):
+        return Decision(route, direction, travels == "on")
+    asked = [question.with_latent(each) for each in (False, True) if travels in ("auto", ("off", "on")[each])]
+    chosen = [best(candidates(each, settings)) for each in asked]
+    latent = chosen[-1]  # may not be slower than K and V; if both are as fast, `best` decides
+    gains = travels == "auto" and latent.seconds <= chosen[0].seconds and best(chosen) is latent
+    way = latent if gains else chosen[0]
+    kernel = way.compute_seconds
+    logger.info(
+        "%s, backward %s: counted %.3g s, kernel %.3g s", way.route, way.direction, way.seconds, kernel
+    )
+    return Decision(way.route, way.direction, gains or travels == "on")
+
+
+def candidates(question: Question, settings: Settings) -> list[Candidate]:
+    """Return every way that settings leave, rings both ways round, with counted seconds and bytes."""
+    few, intra, costed = question.shortened(settings.degrees), question.ranks.intra, list[Candidate]()
+    pairs = pairs_between(few.layout, few.mask, few.n, few.ranks.size)
+    # Where only neighbours meet, the other steps of a longer ring are messages alone.
+    longer = 1.0 if question.reach is None else question.ranks.size / few.ranks.size
+    counts_of = cache(partial(_Counts, few, pairs, longer))
+    both = zip(routes(few, settings).items(), routes(question, settings), strict=True)
+    for (route, ring), whole in both:
+        counts = counts_of(route.placement)
+        counted = cache(partial(_Counted, counts))
+        turns = (False, True) if route.has_mirror and not counts.plan.everything else (False,)
+        for side, turn in itertools.product(settings.directions, turns):
+            way = replace(route, mirrored=turn)
+            there, back = counted(way, Pass.FORWARD), counted(way, side)
+            within, between = (there.sent + back.sent).tolist()
+            candidate = Candidate(
+                ring=ring,
+                route=replace(whole, mirrored=turn),
+                direction=side,
+                forward_seconds=there.seconds,
+                backward_seconds=back.seconds,
+                compute_seconds=there.busiest + back.busiest,
+                intra_bytes=round(within),
+                inter_bytes=round(between),
+                family=Family.of(whole, intra),
+            )
+            costed.append(candidate)
+    return costed
+
+
+class _Counts:
+    """What positions compute and read, of each other.
+
+    Attributes:
+        pairs: of queries and keys, [positions, members, positions, members].
+        read: rows that readers read of owners, [owners, readers]; of keys, then of queries.
+    """
+
+    def __init__(self, question: Question, pairs: Tensor, longer: float, placement: Placement) -> None:
+        self.question, self.placement, self.longer = question, placement, longer
+        self.plan = plan_of(question.layout, question.mask, question.n, placement)
+        position, member = torch.arange(placement.positions)[:, None], torch.arange(placement.heads)
+        ranks = placement.rank(position, member)
+        self.pairs = pairs[ranks[:, :, None, None], ranks]
+        self.read = [self._rows(self.plan.reading(of_queries=each)) for each in (False, True)]
+
+    def _rows(self, reading: Reading) -> Tensor:
+        rows = torch.zeros(reading.size, reading.size, dtype=torch.float64)
+        return rows.index_add_(0, reading.owner, reading.read.T * reading.length[:, None].double())
+
+
+class _Counted:
+    """A pass over a route: its seconds, and the bytes that a rank sends."""
+
+    def __init__(self, counts: _Counts, route: Route, pass_: Pass) -> None:
+        question, self.placement, of_queries = counts.question, counts.placement, pass_ == Pass.QUERY
+        shard, self.rates, self.intra = question.shard, question.rates, question.ranks.intra
+        self.route, self.moves, pooled = route, PASSES[pass_], shard.pooled(route.heads)
+        self.longer = counts.longer
+        self.overlap = route.overlap and self.rates.hidden  # else messages take the cores that compute
+        self.size = message_bytes(shard, route, pass_)
+        self.sent = torch.zeros(2, dtype=torch.float64)
+        """Within nodes, and between them."""
+        self.here = torch.arange(route.positions)
+        self.rank = self.placement.rank(self.here, 0)
+        self.node = self.rank // self.intra
+        self.read = counts.read[of_queries].clone().fill_diagonal_(0) / counts.plan.rows
+        """Shares of bundles that travel, [owners, readers]."""
+        pairs = (counts.pairs.permute(2, 3, 0, 1) if of_queries else counts.pairs).sum(3)
+        self.work = kernel_seconds(pooled, pass_, self.rates, pairs.sum(1))
+        """Seconds of the kernel, [positions, sources]."""
+        self.by_member = kernel_seconds(pooled, pass_, self.rates, pairs).sum(1)
+        """The same where the rows that stay are computed member by member."""
+        self.busiest = float(self.work.sum(1).max())
+        device = float((self._direct() if route.direct else self._ring()).max())
+        device += self._exchange(Kind.BUNDLE) + self._exchange(Kind.SUM)
+        if route.overlap:  # messages lengthen the kernels that run beside them
+            links = torch.tensor([self.rates.link(inter=False), self.rates.link(inter=True)])
+            device += self.rates.slowdown * float((self.sent / links).sum())
+        if not shard.latent_travels or of_queries:
+            device += shard.tokens * expansion_seconds(shard, pass_, self.rates)
+        calls = int((self.work > 0).sum(1).max()) + 2 * (route.heads > 1)
+        self.seconds = max(device, calls * self.rates.call)  # the host runs ahead
+
+    def _hop(self, source: Tensor, size: Tensor, members: int = 0) -> Tensor:
+        """Return the seconds of messages from these positions, by their bytes; -inf where there are none."""
+        inter = self.node[source] != self.node
+        self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
+        within = torch.full(inter.shape, 1 / self.rates.link(inter=False), dtype=torch.float64)
+        for group, rate in self.rates.levels:
+            apart = self.rank[source] // group != self.rank // group
+            within = torch.where(apart, within.clamp(min=1 / rate), within)
+        within *= max(1.0, members / 2) ** self.rates.crowding
+        seconds = size * torch.where(inter, 1 / self.rates.link(inter=True), within)
+        return torch.where(size > 0, seconds + self.rates.latency, -torch.inf)
+
+    def _exchange(self, kind: Kind) -> float:
+        """Return the seconds of an all-to-all in a head group; 0 where the pass has none of this kind."""
+        size, heads = self.size.get(kind, 0), self.route.heads
+        if heads == 1 or not size:
+            return 0.0
+        node = self.placement.rank(self.here[:1], torch.arange(heads)) // self.intra
+        near = int((node == node[0]).sum()) - 1
+        self.sent += torch.tensor([near * size, (heads - 1 - near) * size])
+        within = (
+            near * max(1.0, min(self.intra, heads) / 2) ** self.rates.crowding / self.rates.link(inter=False)
+        )
+        between = (heads - 1 - near) / self.rates.link(inter=True)
+        copied = COPIES * heads / self.rates.memory
+        return float(size * (max(within, between) + copied) + self.rates.latency)
+
+    def _steps(self, source: Tensor) -> Tensor:
+        """Return seconds of the kernel, [steps, positions], and of rows that come and go in its steps."""
+        work, heads = self.work[self.here, source], self.route.heads
+        if heads == 1:
+            return work
+        rows, result = self._exchange(Kind.ROWS), self._exchange(Kind.RESULT)
+        last = ((work > 0) * torch.arange(len(work))[:, None]).amax(0, keepdim=True)
+        if self.route.overlap:  # rows come in the first step member by member, results leave in the last
+            by_member = self.by_member[self.here, source]
+            work = work.scatter(0, last, by_member.gather(0, last))
+            work[0] = by_member[0] if rows else work[0]
+        if not self.overlap:
+            work[0] += rows
+            return work.scatter_add(0, last, torch.full_like(work[:1], result))
+        work[0] = torch.maximum(work[0], rows + work[0] / heads)
+        leaving = work.gather(0, last)
+        work = work.scatter(0, last, torch.maximum(leaving, result + leaving / heads))
+        return work.clamp(min=rows + result) if len(work) == 1 else work
+
+    def _direct(self) -> Tensor:
+        """Return the seconds of rows that go straight to their readers, while those before are computed."""
+        apart = self.here[:, None]
+        source, target = (self.here - apart) % len(apart), (self.here + apart) % len(apart)
+        crowd, work = min(self.intra, self.placement.size), self._steps(source)
+        data = self._hop(source, self.read[source, self.here] * self.size[Kind.DATA], crowd).clamp(min=0)
+        computes = (work > 0) | (apart == 0)
+        before = torch.where(computes, apart, 0).cummax(0).values
+        meanwhile = torch.zeros(len(apart) + 1, len(apart), dtype=torch.float64)
+        meanwhile.scatter_add_(0, before[:-1], torch.maximum(data, data.gather(1, target))[1:])
+        if self.moves.gradients:  # they go back during the next step that computes
+            gradient = self.read[self.here, target] * self.size[Kind.GRADIENT]
+            back = self._hop(target, gradient, crowd).clamp(min=0)
+            after = torch.where(computes, apart, len(apart)).flip(0).cummin(0).values.flip(0)
+            meanwhile.scatter_add_(0, after[1:], torch.maximum(back, back.gather(1, source))[:-1])
+            meanwhile[-1] += torch.maximum(back, back.gather(1, source))[-1]
+        steps = torch.maximum(work, meanwhile[:-1]) if self.overlap else work + meanwhile[:-1]
+        return steps.sum(0) + meanwhile[-1]
+
+    def _ring(self) -> Tensor:
+        """Return when positions end whose bundles go round nodes, and round the places of a node."""
+        nodes, intra, gradients = self.route.nodes, self.route.intra, self.moves.gradients
+        i, j = torch.arange(nodes)[:, None, None], torch.arange(intra)[:, None]
+        node, place, turn = self.here // intra, self.here % intra, self.route.turn
+        owner = (node - turn * i) % nodes * intra + (place - turn * j) % intra
+        reader = (node + turn * i) % nodes * intra + (place + turn * j) % intra
+        previous, before = owner[0, 1 % intra], owner[1 % nodes, 0]
+        rounds = visits(nodes, intra, gradients=gradients)
+        steps = torch.tensor([each * intra + at for each, places in rounds for at in places])
+        read = self.read[self.here, reader]  # of each owner's bundle, by round and place
+        by_round = read.amax(1)
+        ahead = read.flip(1).cummax(1).values.flip(1)[i, j, owner] * self.size[Kind.DATA]
+        ahead_of_round = by_round.flip(0).cummax(0).values.flip(0)[i[:, 0], owner[:, 0]]
+        within, across = torch.zeros_like(ahead), torch.zeros(nodes + 1, len(node), dtype=torch.float64)
+        within[:, :-1] = ahead[:, 1:]
+        across[: nodes - 1] = ahead_of_round[1:] * self.size[Kind.DATA]
+        if gradients:
+            so_far = read.cummax(1).values[:, :-1]
+            within[:, 1:] += so_far[i, j[:-1], owner[:, 1:]] * self.size[Kind.GRADIENT]
+            by_round[0] *= nodes == 1
+            in_rounds = by_round.cummax(0).values[i[:, 0], owner[:, 0]] * self.size[Kind.GRADIENT]
+            across[2:] = in_rounds[1:]
+            if nodes > 1 and intra > 1:  # the bundles of the own node come last
+                within[0, 0], within[-1, -1] = 0, ahead[0, 1]
+        hops = self._hop(previous, within.flatten(0, 1)[steps])
+        between = self._hop(before, across[: len(rounds)])
+        inner = zip(self._steps(owner.flatten(0, 1)[steps]), hops, strict=True)
+        clock = torch.zeros(len(node), dtype=torch.float64)
+        for (_, places), seconds in zip(rounds, between, strict=True):
+            entered = clock
+            for _, (kernel, hop) in zip(places, inner, strict=False):
+                done = clock + kernel
+                clock = _met(done, clock if self.overlap else done, previous, hop)
+            clock = _met(clock, entered if self.overlap else clock, before, seconds)
+        home = previous if intra > 1 else before
+        total = self._hop(home, read.amax((0, 1)) * self.size[Kind.TOTAL] * gradients)
+        carried = torch.maximum(*(each.clamp(min=0).sum(0) for each in (hops, between)))
+        return _met(clock, clock, home, total) + carried * (self.longer - 1)
+
+
+def _met(clock: Tensor, begun: Tensor, source: Tensor, seconds: Tensor) -> Tensor:
+    """Return when positions that come at `clock` have received, and sent likewise, what began at `begun`."""
+    arrived = torch.maximum(begun, begun[source]) + seconds
+    return torch.maximum(clock, torch.maximum(arrived, arrived[source.argsort()]))

@@ -1,0 +1,173 @@
+"""A call as the rule sees it: its question, the representative of its kind, bytes and seconds of parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.route.ways import Ranks, degrees_of, placements, route_for, searched_rings
+from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.mask.terms import Documents, Window
+from burst_mcore.rates import Rates
+
+MANY = 64
+"""Ranks beyond which a ring repeats its steps: it is counted on fewer nodes."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """All of a call that its time depends on, but for settings. Answers are cached by questions."""
+
+    shard: Shard
+    """The shapes of a rank."""
+    layout: Layout
+    """Of the sequence."""
+    mask: Mask
+    """Over the sequence."""
+    n: int
+    """Tokens of the whole sequence."""
+    ranks: Ranks
+    rates: Rates
+    """Of their links and kernels."""
+
+    @property
+    def typical(self) -> Question:
+        """The representative of all questions whose layout and mask are of one kind."""
+        layout, mask = _typical(self.layout, self.mask, self.n, self.ranks.size)
+        return replace(self, layout=layout, mask=mask)
+
+    def with_latent(self, travels: bool) -> Question:
+        """Return the question where the latent travels, or K and V."""
+        return replace(self, shard=replace(self.shard, latent_travels=travels))
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens between a query and its farthest key, if windows or documents bound them."""
+        ends, windows = self.mask.document_ends, (t for t in self.mask.terms if isinstance(t, Window))
+        bounds = [window.left for window in windows if window.left is not None]
+        return min(bounds + ([] if ends is None else [int(ends.diff().max())]), default=None)
+
+    def shortened(self, degrees: Sequence[int]) -> Question:
+        """Return the same question on fewer nodes, if steps of a ring are alike; degrees: of heads to try."""
+        intra, tokens = self.ranks.intra, self.shard.tokens
+        least = max(MANY, 4 * max(degrees), 2 * (self.reach or 0) / tokens)
+        alike = all(isinstance(term, (Window, Documents)) for term in self.mask.terms)
+        fits = (size for size in range(intra, self.ranks.size, intra) if self.ranks.size % size == 0)
+        size = next((x for x in fits if x >= least and not any(x % each for each in degrees)), None)
+        if not alike or size is None or self.layout.kind in ("chunks", "zigzag-documents"):
+            return self
+        n, mask, ends = tokens * size, self.mask, self.mask.document_ends
+        if ends is not None:
+            mask = mask.of_layer & Mask.documents(torch.cat([ends[ends < n], torch.tensor([n])]))
+        return replace(self, mask=mask.clipped(n), n=n, ranks=Ranks(size, intra))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of `BurstConfig` that are combined; of those left open, all that are tried."""
+
+    overlap: bool
+    rings: tuple[str, ...]
+    degrees: tuple[int, ...]
+    """Of head parallelism."""
+    directions: tuple[Pass, ...]
+    placement: str = "auto"
+
+
+def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None) -> Settings:
+    """Return the settings that a configuration leaves open."""
+    every = Pass.QUERY, Pass.KV
+    return Settings(
+        overlap=config.overlap,
+        rings=searched_rings(config.ring, question.ranks),
+        degrees=degrees_of(config, question.ranks, question.shard) if degrees is None else degrees,
+        directions=every if config.backward == "auto" else (Pass(config.backward),),
+        placement=config.head_placement,
+    )
+
+
+def routes(question: Question, settings: Settings) -> dict[Route, str]:
+    """Return the routes that settings allow, each with its ring's word."""
+    ranks, words = question.ranks, dict[Route, str]()
+    for degree in settings.degrees:
+        # It does not pay to compute member by member where nothing would be hidden.
+        hides = settings.overlap and (question.rates.hidden or degree < ranks.size or degree == 1)
+        for outer, ring in product(placements(settings.placement, degree, ranks), settings.rings):
+            if ring == "flat" and "double" in settings.rings and degree >= ranks.intra and not outer:
+                continue  # between nodes that share all heads the two are one
+            words.setdefault(route_for(degree, ranks, ring=ring, overlap=hides, outer=outer), ring)
+    return words
+
+
+@lru_cache(maxsize=256)
+def _typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
+    """Return the representative of a kind of layout and mask.
+
+    Documents are replaced by others, the same for all of a kind. They are about as long as a typical token's
+    document, to a power of two. Their lengths differ, so that they end anywhere in a rank's share, as real
+    ones do. The chunks of a layout that was made for documents are dealt in turn.
+    """
+    ends = mask.document_ends
+    if ends is None:
+        return layout, mask
+    lengths = ends.diff().double()
+    length = min(n, 2 ** round(float(((lengths**2).sum() / lengths.sum()).log2())))
+    if layout.kind == "zigzag-documents":
+        length = max(1, round(length / (2 * size))) * 2 * size
+        even = torch.tensor([*range(0, n, length), n])
+        return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.of_layer & Mask.documents(even)
+    if layout.kind == "chunks":
+        dealt = size * len(layout.chunks[0])
+        layout = Layout("chunks", chunks=tuple(tuple(range(r, dealt, size)) for r in range(size)))
+    return layout, mask.of_layer & Mask.documents(_uneven(n, length))
+
+
+def _uneven(n: int, length: int) -> Tensor:
+    """Return cu_seqlens of documents of half to one and a half times `length`; always the same."""
+    several = torch.randint(length // 2, length + length // 2 + 1, (2 * n // length + 2,),
+                            generator=torch.Generator().manual_seed(0))  # fmt: skip
+    ends = several.clamp(min=1).cumsum(0)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < n], torch.tensor([n])])
+
+
+def kernel_seconds(shard: Shard, pass_: Pass, rates: Rates, pairs: Tensor) -> Tensor:
+    """Return the seconds of kernel calls and of the passes over memory around them, by their pairs.
+
+    Rows that take part are taken to be the side of a triangle with as many pairs. A latent that travels is
+    expanded for each bundle.
+    """
+    forward, heads = pass_ == Pass.FORWARD, shard.batch * shard.heads
+    rate = rates.compute if forward else rates.backward or rates.compute
+    d, dv = rates.computed(shard.head_dim), rates.computed(shard.value_dim)
+    width = d + dv if forward else 3 * d + 2 * dv  # of 2 products, or of 5
+    per_pair = 2 * heads * width / rate + heads / rates.exponentials
+    wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
+    q, out, kv = heads * shard.head_dim, heads * shard.value_dim, shard.batch * math.prod(shard.carried)
+    # Bytes for each number of a row, as tests/kernels/test_passes.py counts them on a ring of 8.
+    around = {Pass.FORWARD: 2.5 * out, Pass.KV: 2.5 * q + 10 * kv, Pass.QUERY: 10 * q + 2.5 * kv + 3.3 * out}
+    per_row = (rates.fill + wave / 2 / heads) * per_pair + around[pass_] / rates.memory
+    if shard.latent_travels and pass_ != Pass.QUERY:
+        per_row += expansion_seconds(shard, pass_, rates)
+    return pairs * per_pair + (2 * pairs).sqrt().clamp(max=shard.tokens) * per_row
+
+
+def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds to expand the latent of one token of each batch, in backward with its gradients."""
+    if shard.latent is None:
+        return 0.0
+    products = 1 if pass_ == Pass.FORWARD else 3  # of K and V; of the latent's and of the weights'
+    width, rope = shard.latent
+    made = shard.batch * shard.kv_heads * (shard.head_dim - rope + shard.value_dim)
+    moved = 2 * made * shard.itemsize * (1 if products == 1 else 2)
+    return 2 * products * made * width / rates.compute + moved / rates.memory

@@ -1,0 +1,53 @@
+"""The reason of a choice in words: its share of kernel time, and the nearest rival."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from burst_mcore.attention.route.choose import AS_FAST, Candidate
+from burst_mcore.attention.route.ways import Family
+
+PHRASES = {
+    Family.RING: "a ring",
+    Family.HEADS_WITHIN: "heads within a node",
+    Family.DIRECT: "a direct exchange",
+    Family.HEADS_ACROSS: "heads across nodes",
+}
+
+
+def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
+    """Say why a candidate was chosen."""
+    if chosen.seconds == 0:
+        return "nothing is to be done"
+    bound = chosen.compute_seconds / chosen.seconds
+    kernel_share = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
+    others = [c for c in costed if c is not chosen]
+    if not others:
+        return f"no other way is left; {kernel_share}"
+    rival = min(others, key=lambda c: c.seconds)
+    ratio = rival.seconds / chosen.seconds
+    if ratio * AS_FAST < 1:
+        return f"the rule is {1 / ratio - 1:.0%} behind {rival}, which settings reach; {kernel_share}"
+    if ratio > AS_FAST:
+        return f"fastest of the ways tried: the next, {rival}, takes {ratio - 1:.0%} longer; {kernel_share}"
+    if ratio >= 1:
+        behind = f"fastest of the ways tried, with {rival} {ratio - 1:.2%} behind"
+        return f"{behind}; {_preferred(chosen, rival)}; {kernel_share}"
+    return (
+        f"as fast as {rival} ({1 / ratio - 1:.2%} slower, which the model cannot tell); "
+        f"{_preferred(chosen, rival)}; {kernel_share}"
+    )
+
+
+def _preferred(chosen: Candidate, rival: Candidate) -> str:
+    """Say why a candidate is preferred to one that is as fast."""
+    if chosen.family != rival.family:
+        return f"{PHRASES[chosen.family]} is plainer than {PHRASES[rival.family]}"
+    for link, ours, theirs in (
+        ("between nodes", chosen.inter_bytes, rival.inter_bytes),
+        ("within nodes", chosen.intra_bytes, rival.intra_bytes),
+    ):
+        if ours != theirs:
+            saved = f"moves {1 - ours / theirs:.0%} fewer bytes {link}" if ours < theirs else ""
+            return f"it {saved or 'is the plainer'}"
+    return "it is the plainer"
