@@ -17,6 +17,7 @@ from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.route.choose import COPIES
 from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
@@ -180,7 +181,7 @@ def parts_of(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> Parts:
     ring_passes = (way.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
     time = cost.call_time(pooled, pass_, rates, way.gathers.passes if way.gathers else ring_passes)
     work = KernelWork(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
-    after = (way.exchanges > 0) * cost.COPIES * sum(parcels.values()) * way.heads / rates.memory
+    after = (way.exchanges > 0) * COPIES * sum(parcels.values()) * way.heads / rates.memory
     kernel = work.busiest
     if way.gathers:
         kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())

@@ -62,13 +62,14 @@ class Board:
 
     def absent(self, count: int) -> str:
         """Return the ranks that have come to fewer places, each with its last: "rank 1, last at cp.deal"."""
-        found = []
-        for rank in range(self.size):
-            key = f"place/{rank}"
-            came, place = self.store.get(key).decode().split(" ", 1) if self.store.check([key]) else ("0", "")
-            if int(came) < count:
-                found.append(f"rank {rank}, last at {place}" if place else f"rank {rank}, which came to none")
-        return "; ".join(found)
+        absent = []
+        with contextlib.suppress(RuntimeError):  # the store goes with its process: nobody can be asked
+            for rank in range(self.size):
+                key = f"place/{rank}"
+                note = self.store.get(key).decode() if self.store.check([key]) else "0 no place"
+                if int(note.split()[0]) < count:
+                    absent.append(f"rank {rank}, last at {note.partition(' ')[2]}")
+        return "; ".join(absent)
 
     def signatures(self, call: int, own: Signature) -> dict[int, Signature]:
         """Return what every rank wants to call, by rank. Some may not come, and are not waited for long."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import count
+from burst_mcore.attention.route.choose import COPIES
 from burst_mcore.attention.route.question import expansion_seconds
 from burst_mcore.attention.schedule import route as route_module
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program, Recv, Send
@@ -165,8 +166,6 @@ def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
 
 PARCELS = (Kind.BUNDLE, Kind.ROWS, Kind.RESULT, Kind.SUM)
 """Messages of an exchange of heads."""
-COPIES = 4
-"""Times that a byte of an all-to-all passes the memory of a rank: packed and unpacked, read and written."""
 
 
 def exchange_seconds(route: Route, sizes: Sizes, rates: Rates) -> float:

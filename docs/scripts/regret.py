@@ -131,12 +131,12 @@ def page(text: str, groups: Mapping[str, Mapping[Cell, Seconds]]) -> str:
     """Return the page with the rows of these simulated cells."""
     summary, misses = list[str](), list[tuple[float, str]]()
     for (name, cells), degree in itertools.product(groups.items(), (1, "auto")):
-        found = {cell: regret(cell, seconds, degree) for cell, seconds in cells.items()}
-        behind = [max(0.0, each.behind) for each in found.values()]
+        regrets = {cell: regret(cell, seconds, degree) for cell, seconds in cells.items()}
+        behind = [max(0.0, each.behind) for each in regrets.values()]
         bars = AS_FAST - 1 + 1e-9, 0.2
         shares = (f"{sum(x <= most for x in behind) / len(behind):.1%}" for most in bars)
         summary.append(f"| {name} | {degree} | {len(cells)} | {' | '.join(shares)} | {max(behind):.0%} |")
-        for cell, each in found.items():
+        for cell, each in regrets.items():
             if each.behind > AS_FAST - 1 + 1e-9:
                 taken, best = (f"{route}, {side}" for route, side in (each.taken, each.fastest))
                 where = f"{cell.cluster} {cell.machine} | {cell.mask} | {cell.heads}:{cell.kv_heads}"
@@ -149,7 +149,7 @@ def page(text: str, groups: Mapping[str, Mapping[Cell, Seconds]]) -> str:
 
 
 def kept(cells: Iterable[Cell]) -> dict[Cell, Seconds]:
-    """Return the simulated seconds of cells; those that were simulated before are read."""
+    """Return the simulated seconds of cells; seconds that an earlier run has written are read."""
     done: dict[Cell, Seconds] = pickle.loads(KEPT.read_bytes()) if KEPT.exists() else {}
     wanted = [*cells]
     for cell in wanted:

@@ -235,6 +235,20 @@ def test_ranks_that_are_gone_are_waited_for_together(monkeypatch):
     assert store.clock < 30
 
 
+class _Places(_Signatures):
+    """A store of places, which goes with its process before the place of rank 3 is read."""
+
+    def check(self, keys):
+        if keys[0] == "place/3":
+            raise RuntimeError("connection closed")
+        return keys[0] in self.signatures
+
+
+def test_ranks_are_absent_that_came_to_fewer_places():
+    board = Board(_Places({"place/0": b"5 cp.deal", "place/1": b"4 a forward"}), rank=0, size=4)
+    assert board.absent(5) == "rank 1, last at a forward; rank 2, last at no place"
+
+
 def _abort_that_fails(rank, size):
     """Ranks differ in a call made ahead, and no wait can be ended; then rank 1 refuses a call."""
 

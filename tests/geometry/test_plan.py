@@ -57,12 +57,12 @@ def test_tiles_hold_every_allowed_pair_once_and_no_other(
     at = [_rows(plan, position) for position in range(size)]
     for q_at, k_at in itertools.product(range(size), repeat=2):
         parts = {"k_part" if keys_stay else "q_part": part, "keys_stay": keys_stay}
-        found = tiles_of(plan, q_at, k_at, abilities, **parts)
+        kernel_calls = tiles_of(plan, q_at, k_at, abilities, **parts)
         pieces = listed(plan.pieces(q_at, k_at, **parts))
-        assert sum(tile.pattern.pairs for tile in found) == sum(piece.pairs for piece in pieces)
-        for tile in found:
+        assert sum(tile.pattern.pairs for tile in kernel_calls) == sum(piece.pairs for piece in pieces)
+        for tile in kernel_calls:
             assert masks or whole or not tile.pattern.masked or (packed and tile.pattern.packed)
-            assert len(found) == 1 or not whole
+            assert len(kernel_calls) == 1 or not whole
             assert (
                 windows
                 or tile.pattern.masked

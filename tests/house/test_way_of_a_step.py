@@ -15,18 +15,18 @@ PACKAGE = str(Path(burst_mcore.__file__).parent)
 
 def _functions_of(run):
     """Return the (file, function) pairs of the package that a run calls."""
-    found = set()
+    functions = set()
 
     def note(frame, event, arg):
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            found.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+            functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
-    return found
+    return functions
 
 
 def _ways(

@@ -321,7 +321,7 @@ def head_mask(cut: int, n: int) -> Mask:
 
 
 def _in_rows(q: Stretch, k: Stretch, bands: Tensor) -> Tensor:
-    """Return the bands as rectangles of local rows, without those that have none; diagonals stay."""
+    """Return bands as rectangles of local rows; bands without rows are left out, and diagonals stay."""
     rows = torch.cat([q.rows_before_each(bands[:, :2]), k.rows_before_each(bands[:, 2:4])], 1)
     some = (rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])
     return torch.cat([rows, bands[:, 4:]], 1)[some]

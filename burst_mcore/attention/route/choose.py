@@ -103,8 +103,7 @@ def decide(config: BurstConfig, question: Question, travels: str = "off") -> Dec
         travels: `Latent.travels`; without a latent it does not matter.
     """
     travels = travels if question.shard.latent is not None else "off"
-    settings = settings_of(config, question)
-    return _of_kind(question.typical, settings, travels)
+    return _of_kind(question.typical, settings_of(config, question), travels)
 
 
 @lru_cache(maxsize=256)
