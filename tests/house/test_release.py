@@ -137,7 +137,7 @@ case "$*" in
   *"-m pip --version"*) [ -e .venv/pip ] ;;
   *"-m pip install"*) echo install >> log; sleep 1; touch .venv/pip ;;
   --version) echo Python 3.12.0 ;;
-  *) exec PYTHON "$@" ;;
+  *) exec "PYTHON" "$@" ;;
 esac
 """
 """In the place of Python: an environment takes a second."""
