@@ -110,7 +110,7 @@ class Agreement:
         """
         self._begin()
         with self._present():
-            always, even = (digest_of_items(tuple(items.items())) for items in (signature, if_even))
+            always, even = [digest_of_items(tuple(items.items())) for items in (signature, if_even)]
             word = Word(AHEAD if ahead else WAITS, self._calls, always, even + of_call, rows)
             numbers = {"call": str(self._calls), "of call": str(of_call)}
             meeting = self._post(word, {**numbers, **signature, **if_even}, place)
@@ -131,7 +131,8 @@ class Agreement:
 
         Raises:
             ValueError: at once, on all ranks: some came to another place, or make a call.
-            RuntimeError: as `agree`; the error names absent ranks and the places where they were last.
+            RuntimeError: as `agree`; the error names absent ranks and the places where they were last. Within
+                seconds if an absent rank waits for this one, in a collective of other code.
         """
         self._places += 1
         self._board.leave_place(self._places, place)

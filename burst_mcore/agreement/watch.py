@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from burst_mcore.agreement.board import Board, text_of
-from burst_mcore.agreement.claims import AHEAD, REFUSES, Signature, Word, lengths_of
+from burst_mcore.agreement.board import Board, Stand, never_joined, stand_of_main_thread, text_of
+from burst_mcore.agreement.claims import AHEAD, REFUSES, WAITS, Signature, Word, lengths_of
 from burst_mcore.agreement.exchange import LOOK_EVERY, Gathering
 
 WARN_AFTER = 10.0
@@ -54,6 +54,8 @@ class Watch:
         """The exchanges that the thread is to make; None wakes it."""
         self._under_way = Meeting(Word(REFUSES), {})
         self._warn_at = 0.0
+        self._stand: Stand | None = None
+        """The collective of other code in which the main thread stood at the last look."""
 
     def start(self) -> None:
         """Start the thread, at the first exchange."""
@@ -78,9 +80,17 @@ class Watch:
                 error = self._board.failed_pass() if self.in_pass and self.failure is None else None
                 if error is not None:
                     self._break(error)
+                if not self.in_pass:
+                    self._tell_stand()
                 continue
             if meeting is not None:
                 self._hold(meeting)
+
+    def _tell_stand(self) -> None:
+        """Tell the ranks that wait for this one in which collective of other code its main thread stands."""
+        before, self._stand = self._stand, stand_of_main_thread()
+        if self._stand is not None and self._stand == before:  # at two looks: not on its way through
+            self._board.leave_stand(self._under_way.word.call, self._stand)
 
     def _hold(self, meeting: Meeting) -> None:
         word, failure = meeting.word, self.failure
@@ -136,11 +146,22 @@ class Watch:
             raise self._exchange.gone(lost) from lost
         if error is not None:
             raise error from None
+        if self._under_way.word.how == WAITS:  # the main thread waits for this call, and begins nothing
+            self._raise_stand()
         if time.monotonic() > self._warn_at:
             self._warn_at = float("inf")
             here, absent = self._under_way.signature["at"], self._board.absent(self._under_way.place)
             text = "rank %d of the sequence has waited for %d s at %s, for %s"
             logger.warning(text, self._board.rank, WARN_AFTER, here, absent or "a message")
+
+    def _raise_stand(self) -> None:
+        """Raise if an absent rank waits for this one, in a collective that this one has not begun."""
+        call, rank = self._under_way.word.call, self._board.rank
+        stand = self._board.stand(call)
+        if stand is not None and never_joined(stand):
+            error = RuntimeError(f"{stand.text} waits for rank {rank}, which waits here")
+            self._board.leave_failure(error, "cannot go on")
+            raise error
 
     def _leave_error(self, error: BaseException) -> None:
         """Tell the other ranks why the hub stopped waiting, unless a rank has told them already."""

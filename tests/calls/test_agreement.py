@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import limits
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import processes
 from torch.distributed.distributed_c10d import _get_default_store
@@ -247,6 +248,27 @@ class _Places(_Signatures):
 def test_ranks_are_absent_that_came_to_fewer_places():
     board = Board(_Places({"place/0": b"5 cp.deal", "place/1": b"4 a forward"}), rank=0, size=4)
     assert board.absent(5) == "rank 1, last at a forward; rank 2, last at no place"
+
+
+def _absent_for_good_reason(rank, size, with_rank_0):
+    """Rank 1 waits for rank 2 in a collective, of which rank 0 has begun its part, or has none."""
+    control, pair = dist.new_group(), dist.new_group([1, 2])
+    calls, group = Agreement(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
+    calls.come_to("the start")
+    if rank == 2:
+        limits.until(lambda: calls._board.stand(99) is not None, "rank 1 did not tell where it is")
+        time.sleep(3)  # rank 0 looks at it thrice
+    if rank or with_rank_0:
+        dist.all_reduce(torch.ones(()), group=group, async_op=rank == 0)
+    calls.come_to("the end")
+    return calls._board.stand(99).text
+
+
+@pytest.mark.parametrize("with_rank_0", [False, True])
+def test_a_rank_that_is_absent_for_a_good_reason_is_waited_for(with_rank_0):
+    """No error comes; a rank that never began the collective gets one (test_what_is_refused)."""
+    for text in processes(3, _absent_for_good_reason, with_rank_0):
+        assert text.startswith("rank 1 of the ring, in all_reduce at ") and "test_agreement.py" in text
 
 
 def _abort_that_fails(rank, size):

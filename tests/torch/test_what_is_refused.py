@@ -208,6 +208,18 @@ def test_in_training():
             torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=2e-5, atol=1e-6)
 
 
+def _go(elsewhere, cp, model, batch, group):
+    """Do what another place of a program does."""
+    if elsewhere == "forward":
+        model(**batch)
+    elif elsewhere == "statistics":
+        cp.token_stats(model, batch)
+    elif elsewhere == "another's collective":
+        torch.distributed.all_reduce(torch.ones(()), group=group)
+    elif elsewhere == "loss of its own":
+        cp.whole_loss(torch.ones(()), 1)
+
+
 def _fewer_batches(rank, size):
     """Rank 1 has one batch fewer, and goes on to something else: (error, seconds, warnings) of each rank."""
     watch.WARN_AFTER = 1.0
@@ -217,8 +229,8 @@ def _fewer_batches(rank, size):
     logger = logging.getLogger("burst_mcore")
     logger.handlers, logger.propagate = [told], False
     ids, found = dataset(1, tokens=40)[0]["input_ids"][None], []
-    for elsewhere in ("forward", "statistics", "loss of its own", "the end"):
-        told = elsewhere in ("forward", "statistics")  # else the time-out is waited for
+    for elsewhere in ("forward", "statistics", "another's collective", "loss of its own", "the end"):
+        told = elsewhere != "the end"  # else the time-out is waited for
         limit = limits.OF_A_GROUP if told else timedelta(seconds=limits.TO_END / 3)
         group = torch.distributed.new_group(timeout=limit)
         model = model_of()
@@ -229,20 +241,20 @@ def _fewer_batches(rank, size):
         try:
             if rank == 0:
                 cp.deal({"input_ids": ids})
-            elif elsewhere == "forward":
-                model(**batch)
-            elif elsewhere == "statistics":
-                cp.token_stats(model, batch)
-            elif elsewhere == "loss of its own":
-                cp.whole_loss(torch.ones(()), 1)
+            else:
+                _go(elsewhere, cp, model, batch, group)
         except Exception as error:
             found += [(f"{type(error).__name__}: {error}", time.monotonic() - began, [*warned])]
+            if rank == 0 and elsewhere in ("another's collective", "loss of its own"):
+                _go(elsewhere, cp, model, batch, group)  # rank 1 waits in it still
     return found
 
 
 def test_ranks_with_fewer_batches_in_a_loop_by_hand():
-    """Where the other rank calls burst both say so at once; else the one that waits warns, and ends later."""
-    (forward, statistics, own, end), (their_forward, their_statistics, *_) = processes(2, _fewer_batches)
+    """The error comes at once if the other rank calls burst, or waits for this one; else after a warning."""
+    (forward, statistics, foreign, own, end), (their_forward, their_statistics, *_) = processes(
+        2, _fewer_batches
+    )
     for (error, seconds, _), place in (
         (forward, "a forward over shards"),
         (their_forward, "a forward over shards"),
@@ -252,14 +264,14 @@ def test_ranks_with_fewer_batches_in_a_loop_by_hand():
         assert error.startswith("RefusedError: refused (another rank): the ranks of the ring make different")
         assert f"at: cp.deal on ranks [0], {place} on ranks [1]. All ranks of a sequence" in error
         assert seconds < limits.AT_ONCE
-    for error, _, warned in (own, end):
-        assert (
-            warned[0] == "rank 0 of the sequence has waited for 1 s at cp.deal, for rank 1, last at cp.deal"
-        )
-        assert error.startswith(
-            "RuntimeError: rank 0 of the sequence is at cp.deal, and waits for rank 1, last at"
-        )
-        assert "last at cp.deal: " in error
+    absent = "RuntimeError: rank 0 of the sequence is at cp.deal, and waits for rank 1, last at cp.deal: "
+    for (error, seconds, _), collective in ((foreign, "all_reduce"), (own, "all_reduce")):
+        assert error.startswith(f"{absent}rank 1 of the ring, in {collective} at ")
+        assert error.endswith(", waits for rank 0, which waits here")
+        assert seconds < limits.AT_ONCE
+    error, _, warned = end
+    assert warned[0] == "rank 0 of the sequence has waited for 1 s at cp.deal, for rank 1, last at cp.deal"
+    assert error.startswith(absent)
 
 
 def test_labels_that_were_shifted_before():
