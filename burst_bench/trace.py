@@ -14,10 +14,9 @@ from burst_bench.core import World
 from burst_bench.launch import in_processes, keep_freed_memory
 from burst_bench.methods.attention import ShardedAttention, attended
 from burst_mcore import BurstConfig, Topology
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.schedule import actions as does
-from burst_mcore.attention.schedule.actions import Action, Channel, Pass
-from burst_mcore.attention.schedule.trace import RECORDERS
+from burst_mcore.attention.schedule.actions import RECORDERS, Action, Channel, Pass
 from burst_mcore.rates import Rates
 from burst_plan.explain.problem import LayerProblem
 from burst_plan.simulate.trace import Event, lane

@@ -8,7 +8,7 @@ rollouts                rollouts of one prompt as one packed row, a tree
 megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time; version
 transformers            causal LMs of Hugging Face over shards, on which deepspeed and torch stand
 torch                   plain PyTorch: loops by hand over FSDP2 and DDP; compat: other projects' functions
-agreement, config, rates, packages, dtypes, digest, words, capture   shared by all
+agreement, config, rates, packages, dtypes, words   shared by all
 scripts                 what a launcher runs; bench: the old name of the package burst_bench
 
 What runs when one trains is here. burst_plan answers questions before a run, burst_bench measures.
@@ -16,8 +16,8 @@ What runs when one trains is here. burst_plan answers questions before a run, bu
 
 from typing import TYPE_CHECKING, Any
 
+from burst_mcore.attention.kernels.cached import merge
 from burst_mcore.attention.numerics.latent import Latent
-from burst_mcore.attention.numerics.two_sets import merge
 from burst_mcore.attention.prepare import prepare
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig

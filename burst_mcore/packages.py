@@ -1,4 +1,4 @@
-"""Kernels of other packages: whether they are there, and calls that fit the signatures of their versions."""
+"""Kernels of other packages, calls that fit the signatures of their versions, and what a GPU can do."""
 
 from __future__ import annotations
 
@@ -97,3 +97,18 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, bool]]:
 def has(function: Callable[..., Any], name: str) -> bool:
     """Return whether the function takes an argument of this name."""
     return any(known == name for known, _ in parameters(function))
+
+
+def refuse_capture(name: str) -> None:
+    """Refuse a call on CUDA while a graph is captured on the current stream.
+
+    Ranks agree on each call and the host reads plans and labels; a replay does neither.
+
+    Raises:
+        RuntimeError: the stream is being captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} cannot be captured in a CUDA graph: capture the layers around it, "
+            "or compile in torch.compile's default mode"
+        )

@@ -1,8 +1,10 @@
-"""Words for messages: values in one short line, and arguments by the names that other packages give them."""
+"""Words for messages: values in one line, arguments as other packages name them; and digests of contents."""
 
 from __future__ import annotations
 
+import ctypes
 import difflib
+import hashlib
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,3 +84,15 @@ def no_argument(owner: str, names: Iterable[str], legal: Iterable[str], ours: Ma
 def _nearest(name: str, legal: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, legal, n=1)
     return f"did you mean {near[0]}?" if near else f"legal are {', '.join(legal)}"
+
+
+def digest(content: str | Tensor) -> str:
+    """Return 16 hexadecimal digits of a text, or of a CPU tensor's values and shape."""
+    data = content.encode() if isinstance(content, str) else _bytes_of(content)
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    x = x.contiguous()
+    values = ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
+    return values + str(tuple(x.shape)).encode()

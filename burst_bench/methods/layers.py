@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from burst_bench.core import Method, World, add, installed, ready
-from burst_mcore.attention.operator.compiled import attention_forward
+from burst_mcore.attention.compiled import attention_forward
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment, checkpoint
 
 

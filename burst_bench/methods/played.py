@@ -20,10 +20,9 @@ from burst_bench.methods.attention import share_of
 from burst_bench.published import methods as published
 from burst_bench.published.rows import Row
 from burst_mcore import BurstConfig, Layout, Mask
+from burst_mcore.attention.candidates import Question, Ranks
+from burst_mcore.attention.choose import Candidate
 from burst_mcore.attention.geometry.plan import Plan, plan_for
-from burst_mcore.attention.route.choose import Candidate
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule import actions as does
 from burst_mcore.attention.schedule.actions import Compute, Kind, Link, Pass, Program, Recv, Send, Wait
 from burst_mcore.attention.schedule.route import PASSES, Route, schedule

@@ -19,11 +19,10 @@ from burst_mcore import Layout, Mask
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
-from burst_mcore.attention.geometry.launches import launches_of
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather
-from burst_mcore.attention.geometry.tiles import Tile
+from burst_mcore.attention.geometry.tiles import Tile, launches_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks

@@ -15,10 +15,10 @@ from burst_bench.published import loops
 from burst_bench.published.loops import Gather, Loop
 from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.geometry.placement import Placement
+from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for, why_not_degree
+from burst_mcore.attention.choose import COPIES
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.route.choose import COPIES
-from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for, why_not_degree
+from burst_mcore.attention.geometry.reading import Placement
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard

@@ -10,7 +10,7 @@ from typing import Any
 from burst_bench.published.methods import FITTED, WAYS, seconds_of
 from burst_bench.published.methods import MethodWay as AttentionWay
 from burst_bench.published.rows import Row
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_plan.machines import MACHINES, Machine
 from burst_plan.step.attention import AttentionTime

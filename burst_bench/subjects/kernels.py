@@ -18,7 +18,7 @@ from burst_bench.methods.kernels import SquareCase, both_ways, others
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import add_up, combine, output_stand_in, row_delta
-from burst_mcore.attention.runtime.communicators import companion
+from burst_mcore.attention.runtime.companions import companion
 from burst_mcore.layout.balance import keys_per_query
 from burst_plan.words import shortened
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from burst_bench import emulate
 from burst_bench.core import Bar, Derived, Method, Stage, Table, Trial, World
 from burst_bench.methods.played import AUTO, FIELD, Played, PlayedCase, Scale, costed, play
-from burst_mcore.attention.route.choose import AS_FAST
+from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.rates import Rates
 
 TOKENS = (4096, 8192, 16384, 32768)

@@ -15,12 +15,11 @@ import torch
 from burst_bench.core import Bar, Case, Stage, Trial, World, one_of
 from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
+from burst_mcore.attention.candidates import Question, Ranks
+from burst_mcore.attention.choose import decide
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
-from burst_mcore.attention.kernels.aten import CPU
-from burst_mcore.attention.route.choose import decide
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.kernels.cpu import KERNEL as CPU
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
 from burst_plan.machines import MACHINES

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from burst_mcore.digest import digest
+from burst_mcore.words import digest
 
 Signature = dict[str, str]
 """By field, values that must be the same on all ranks."""

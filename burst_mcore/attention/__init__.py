@@ -3,7 +3,6 @@
     mask, layout   which tokens attend to which, and which rank holds which (packages beside this one)
     geometry       rows, pieces and tiles: which queries meet which keys, and whose rows a rank needs
     schedule       a program of actions for every rank, which prints and can be verified
-    route          the rule by which a call chooses its way, from counted pairs and bytes
     numerics       the maths around tiles: partial outputs merged, gradients summed
     kernels        the maths of a tile, by a table of libraries
     runtime        process groups, and the executor of a program
@@ -11,12 +10,16 @@
 A folder imports only folders above it. Beside them is the call itself, from top to bottom:
 
     api            the public function
-    operator       one call (a folder): its autograd function, its operator, how ranks agree on it
-    prepare        requests to calls, each once, or ahead of their batch
+    compiled       the call as one opaque operator, for torch.compile and dispatch modes
+    function       the autograd function of a call, which runs forward and backward
+    agree          how the ranks of a ring agree on a forward, a backward, and errors
+    replay         results that a checkpointed forward saves for its recomputation
+    prepare        requests to calls, each once, or ahead of their batch; communicators
+    choose         the rule: a bound of each candidate from counted pairs and bytes, and the best
+    candidates     the routes that ranks, shapes and settings allow
     request        one rank's legal arguments, resolved once all ranks' lengths are known
     checks         what makes arguments illegal
     forward, backward   the two passes: tiles x kernel x merge, driven by the ring
     call           a call that all ranks have agreed on
-    cached         attention to a cache of keys, in generation
     shard          shapes and dtypes of a rank's share
 """

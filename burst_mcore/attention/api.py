@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from itertools import product
 from typing import Never
 
 import torch
@@ -11,17 +10,14 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from burst_mcore.attention.agree import agreement_of, refusing
 from burst_mcore.attention.checks import check_parts, no_topology
+from burst_mcore.attention.compiled import Keyed, attention_forward, key_in_graph
+from burst_mcore.attention.function import attend, gradient_wanted
 from burst_mcore.attention.numerics.latent import Latent
-from burst_mcore.attention.operator.agree import agreement_of, refusing
-from burst_mcore.attention.operator.compiled import Keyed, attention_forward, key_in_graph
-from burst_mcore.attention.operator.function import attend, gradient_wanted
-from burst_mcore.attention.operator.replay import entered, keeps_results
+from burst_mcore.attention.replay import entered, keeps_results
 from burst_mcore.attention.request import Options, Tensors, validate
-from burst_mcore.attention.route.ways import Ranks, placements, route_for, searched_rings, why_not_placed
-from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.dtypes import autocast
 from burst_mcore.mask import Mask
@@ -168,28 +164,3 @@ def tensors_of(
         k, v, up, travels = latent.compressed.unsqueeze(2), latent.rope_key, latent.weight, latent.travels
     q, k, v, up = autocast(q, k, v, up)
     return Tensors(q, k, v, sinks, up), travels
-
-
-def connect(topology: Topology, config: BurstConfig) -> None:
-    """Make the communicators that calls with `config` will use, now instead of in the first call.
-
-    Collective over the ring; on gloo there is nothing to make. Settings of "auto" are decided only in a call.
-
-    Raises:
-        ValueError: so many ranks cannot share heads, whatever the heads.
-    """
-    if topology.size == 1:
-        return
-    degree = config.head_parallel if isinstance(config.head_parallel, int) else 1
-    ranks = Ranks(topology.size, topology.intra_size)
-    why_not = why_not_placed(degree, ranks)
-    if why_not is not None:
-        raise ValueError(
-            f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
-        )
-    ways = product(searched_rings(config.ring, ranks), placements(config.head_placement, degree, ranks))
-    for ring, outer in ways:
-        route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
-        transport = ProcessGroups(topology, route, config.max_ctas)
-        for pass_ in Pass:
-            transport.connect(pass_)

@@ -1,4 +1,4 @@
-"""Resolves requests to calls, once for each; and plans calls ahead of their batch, in the background.
+"""Resolves requests to calls, once for each; makes their communicators, and plans of batches that will come.
 
 Packed documents bring a new mask with every batch, but a layer's heads, dtypes and configuration stay the
 same. So a loader that has the next batch calls `prepare(Mask.documents(ends), ...)`. Every kind of call that
@@ -9,16 +9,34 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TypeVar
+from itertools import product
+from typing import Any, TypeVar
 
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.checks import legal_lengths
-from burst_mcore.attention.request import Request, resolve
+from burst_mcore.attention.candidates import (
+    Question,
+    Ranks,
+    placements,
+    route_for,
+    searched_rings,
+    why_not_placed,
+)
+from burst_mcore.attention.checks import check_lengths, legal_lengths
+from burst_mcore.attention.choose import decide
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.tiles import launches_of
+from burst_mcore.attention.kernels.kernel import Problem
+from burst_mcore.attention.kernels.table import choose
+from burst_mcore.attention.request import Request
+from burst_mcore.attention.runtime.executor import ProcessGroups
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.shard import Shard
+from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.words import brief
@@ -45,6 +63,70 @@ def call_of(request: Request, lengths: tuple[int, ...]) -> Call:
     call = resolve(request, lengths)
     remember(request)
     return call
+
+
+def resolve(request: Request, lengths: Sequence[int]) -> Call:
+    """Return the call where rank r holds lengths[r] tokens; ValueError, on all ranks, if it is not legal."""
+    n, size = sum(lengths), request.ranks.size
+    check_lengths(request.layout, tuple(lengths))
+    request.mask.check(n)
+    mask = request.mask.clipped(n)
+    shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
+    question = Question(shard, request.layout, mask, n, request.ranks, request.rates)
+    route, direction, latent_travels = decide(request.config, question, request.travels)
+    shard = replace(shard, latent_travels=latent_travels)
+    problem = problem_of(
+        shard.pooled(route.heads),
+        device=request.device,
+        launches=launches_of(mask, n),
+        documents=mask.document_ends is not None,
+        softcap=request.scores.softcap is not None,
+        deterministic=request.scores.deterministic,
+    )
+    return Call(
+        rank=request.rank,
+        route=route,
+        plan=plan_of(request.layout, mask, n, route.placement),
+        scores=request.scores,
+        problem=problem,
+        kernel=choose(request.config.kernel, problem),
+        direction=direction,
+        grad_dtype=shard.grad_dtype,
+        kv_heads=shard.carried[0],
+        latent_travels=shard.latent_travels,
+        lse_at_home=request.return_lse or request.sinks,
+    )
+
+
+def problem_of(shard: Shard, **others: Any) -> Problem:
+    """Return the problem, with its other fields, that a kernel must serve; shard: as it is on the ring."""
+    names = "dtype", "heads", "kv_heads", "head_dim", "value_dim"
+    return Problem(**{name: getattr(shard, name) for name in names}, **others)
+
+
+def connect(topology: Topology, config: BurstConfig) -> None:
+    """Make the communicators that calls with `config` will use, now instead of in the first call.
+
+    Collective over the ring; on gloo there is nothing to make. Settings of "auto" are decided only in a call.
+
+    Raises:
+        ValueError: so many ranks cannot share heads, whatever the heads.
+    """
+    if topology.size == 1:
+        return
+    degree = config.head_parallel if isinstance(config.head_parallel, int) else 1
+    ranks = Ranks(topology.size, topology.intra_size)
+    why_not = why_not_placed(degree, ranks)
+    if why_not is not None:
+        raise ValueError(
+            f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
+        )
+    ways = product(searched_rings(config.ring, ranks), placements(config.head_placement, degree, ranks))
+    for ring, outer in ways:
+        route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
+        transport = ProcessGroups(topology, route, config.max_ctas)
+        for pass_ in Pass:
+            transport.connect(pass_)
 
 
 def prepare(

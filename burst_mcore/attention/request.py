@@ -6,32 +6,24 @@ before the ranks have met, and `resolve` the call after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Latest, Signature
-from burst_mcore.attention.call import Call
+from burst_mcore.attention.candidates import Ranks, degrees_of
 from burst_mcore.attention.checks import (
     check_latent,
-    check_lengths,
     check_settings,
     check_sinks,
     check_tensors,
     no_group,
 )
-from burst_mcore.attention.geometry.launches import launches_of
-from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.kernels.kernel import Problem, Scores
-from burst_mcore.attention.kernels.table import choose
-from burst_mcore.attention.route.choose import decide
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Ranks, degrees_of
+from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
@@ -131,21 +123,20 @@ class Request:
 def validate(tensors: Tensors, options: Options) -> Request:
     """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
     topology = options.topology
-    place = topology.rank, topology.size, topology.intra_size, topology.rates
+    backends = None if topology.communicators is None else topology.communicators.backends
+    place = topology.rank, topology.size, topology.intra_size, topology.rates, backends
     kind = tuple([_kind_of(x) for x in tensors]), place, options[1:]
     try:
         request = None if forward_ad._current_level >= 0 else _LEGAL.get(kind)
     except TypeError:  # an argument that has no hash is not legal
         request = None
     if request is None:
-        request = _LEGAL[kind] = _checked(tensors, options)
-    if topology.size > 1 and not _reaches(topology, tensors.q.device):
-        raise no_group(topology, request.device)
+        request = _checked(tensors, options)
+        communicators = topology.communicators
+        if topology.size > 1 and (communicators is None or not communicators.reach(tensors.q.device)):
+            raise no_group(topology, request.device)
+        _LEGAL[kind] = request
     return request
-
-
-def _reaches(topology: Topology, device: torch.device) -> bool:
-    return topology.communicators is not None and topology.communicators.reach(device)
 
 
 _LEGAL = Latest()
@@ -212,42 +203,3 @@ def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> R
         sinks=sinks,
         travels=travels,
     )
-
-
-def resolve(request: Request, lengths: Sequence[int]) -> Call:
-    """Return the call where rank r holds lengths[r] tokens; ValueError, on all ranks, if it is not legal."""
-    n, size = sum(lengths), request.ranks.size
-    check_lengths(request.layout, tuple(lengths))
-    request.mask.check(n)
-    mask = request.mask.clipped(n)
-    shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
-    question = Question(shard, request.layout, mask, n, request.ranks, request.rates)
-    route, direction, latent_travels = decide(request.config, question, request.travels)
-    shard = replace(shard, latent_travels=latent_travels)
-    problem = problem_of(
-        shard.pooled(route.heads),
-        device=request.device,
-        launches=launches_of(mask, n),
-        documents=mask.document_ends is not None,
-        softcap=request.scores.softcap is not None,
-        deterministic=request.scores.deterministic,
-    )
-    return Call(
-        rank=request.rank,
-        route=route,
-        plan=plan_of(request.layout, mask, n, route.placement),
-        scores=request.scores,
-        problem=problem,
-        kernel=choose(request.config.kernel, problem),
-        direction=direction,
-        grad_dtype=shard.grad_dtype,
-        kv_heads=shard.carried[0],
-        latent_travels=shard.latent_travels,
-        lse_at_home=request.return_lse or request.sinks,
-    )
-
-
-def problem_of(shard: Shard, **others: Any) -> Problem:
-    """Return the problem, with its other fields, that a kernel must serve; shard: as it is on the ring."""
-    names = "dtype", "heads", "kv_heads", "head_dim", "value_dim"
-    return Problem(**{name: getattr(shard, name) for name in names}, **others)

@@ -6,7 +6,7 @@ scope     Policy, and the attention calls of one checkpointed layer, recorded an
 offload   where kept results wait for backward: on the device, or in pinned host memory
 """
 
-from burst_mcore.attention.operator.replay import RecomputeError
+from burst_mcore.attention.replay import RecomputeError
 from burst_mcore.checkpointing.function import checkpoint, recorded
 from burst_mcore.checkpointing.policy import Full, KeepAttention, Offload, Segment
 from burst_mcore.checkpointing.scope import Policy

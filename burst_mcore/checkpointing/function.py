@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.utils.checkpoint
 
-from burst_mcore.attention.operator.replay import RecomputeError
+from burst_mcore.attention.replay import RecomputeError
 from burst_mcore.checkpointing.policy import Full
 from burst_mcore.checkpointing.scope import Policy, Record, in_backward, is_recorded
 from burst_mcore.words import brief

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.operator.replay import RecomputeError, SavedTail
+from burst_mcore.attention.replay import RecomputeError, SavedTail
 
 
 class OnDevice:

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from burst_mcore.attention.geometry.cuts import check_keep
-from burst_mcore.attention.operator.replay import SavedTail
+from burst_mcore.attention.replay import SavedTail
 from burst_mcore.checkpointing.offload import OffloadedResults, may_move
 from burst_mcore.checkpointing.scope import Held, Policy
 from burst_mcore.words import brief

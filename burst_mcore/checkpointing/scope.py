@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from burst_mcore.attention.operator.agree import agreement_of
-from burst_mcore.attention.operator.replay import (
+from burst_mcore.attention.agree import agreement_of
+from burst_mcore.attention.replay import (
     CallId,
     RecomputeError,
     SavedTail,

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.layout.balance import layout_for
-from burst_mcore.layout.kinds import DEFAULTS, NAMES, LayoutKind, kind_from, kind_of
-from burst_mcore.layout.runs import Runs, joined
+from burst_mcore.layout.kinds import DEFAULTS, NAMES, LayoutKind, Runs, joined, kind_from, kind_of
 from burst_mcore.mask import Mask
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_mcore.agreement import Claim, Collective, Signature, alike, claims_of, disagreement, summary
-from burst_mcore.capture import refuse_capture
 from burst_mcore.dtypes import DTYPES, wide
 from burst_mcore.loss.checksums import checksum, fingerprint
 from burst_mcore.loss.chunked import Head, automatic_chunk, chunk_bytes
 from burst_mcore.loss.products import products_for
 from burst_mcore.loss.terms import Terms
 from burst_mcore.loss.vocabulary import Vocabulary, shard
+from burst_mcore.packages import refuse_capture
 from burst_mcore.words import brief
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -17,10 +17,26 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from burst_mcore.digest import digest
 from burst_mcore.mask.bands import UNBOUNDED, everything, intersected, tightened, united
-from burst_mcore.mask.tables import documents_of, images_of, integers, is_int, pairs_of, tensor_of, tree_of
-from burst_mcore.mask.terms import Blocks, Chunks, Documents, Images, Ranges, Stride, Term, Tree, Window
+from burst_mcore.mask.terms import (
+    Blocks,
+    Chunks,
+    Documents,
+    Images,
+    Ranges,
+    Stride,
+    Term,
+    Tree,
+    Window,
+    documents_of,
+    images_of,
+    integers,
+    is_int,
+    pairs_of,
+    tensor_of,
+    tree_of,
+)
+from burst_mcore.words import digest
 
 SLICES = ("full", "causal", "inverse-causal", "bi-causal")
 """The kinds of a slice of `Mask.ranges`."""

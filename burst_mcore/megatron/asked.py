@@ -14,11 +14,12 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from burst_mcore.attention.geometry.launches import launches_of
+from burst_mcore.attention.candidates import Ranks, degrees_of
+from burst_mcore.attention.geometry.tiles import launches_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
-from burst_mcore.attention.request import problem_of, shard_of
-from burst_mcore.attention.route.ways import Ranks, degrees_of
+from burst_mcore.attention.prepare import problem_of
+from burst_mcore.attention.request import shard_of
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

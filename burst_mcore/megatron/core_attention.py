@@ -24,12 +24,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from burst_mcore.attention.api import burst_attention, connect
-from burst_mcore.attention.cached import attend_to_cache
+from burst_mcore.attention.api import burst_attention
+from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.kernels.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.numerics.latent import Latent
-from burst_mcore.attention.operator.replay import entered, of_layer
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.prepare import connect
+from burst_mcore.attention.replay import entered, of_layer
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions

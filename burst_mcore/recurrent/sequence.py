@@ -12,17 +12,17 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from burst_mcore.agreement import Agreement, Signature
-from burst_mcore.attention.operator.agree import agreement_of, in_ring, refusing
+from burst_mcore.attention.agree import agreement_of, in_ring, refusing
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.digest import digest
 from burst_mcore.layout import Layout
 from burst_mcore.recurrent.fragments import Ends, Fragment, chains, fragments
 from burst_mcore.recurrent.halo import halo
 from burst_mcore.recurrent.programs import Exchange
 from burst_mcore.recurrent.scan import scan
+from burst_mcore.words import digest
 
 
 class Own(NamedTuple):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from burst_mcore.digest import digest
 from burst_mcore.mask import Mask
 from burst_mcore.recurrent.bound import mixers_of
 from burst_mcore.rollouts.trees import depths, nodes_of
+from burst_mcore.words import digest
 
 TREE, WEIGHTS, IGNORED = "tree", "label_weights", -100
 

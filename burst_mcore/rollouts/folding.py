@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.mask import Mask
-from burst_mcore.mask.tables import integers, short, tensor_of
+from burst_mcore.mask.terms import integers, short, tensor_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS
 
 Numbers = Sequence[float] | Tensor

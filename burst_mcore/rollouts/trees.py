@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, tensor
 
-from burst_mcore.digest import digest
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import tightened
-from burst_mcore.mask.tables import integers, is_int
-from burst_mcore.mask.terms import Ranges, Term, Window
+from burst_mcore.mask.terms import Ranges, Term, Window, integers, is_int
+from burst_mcore.words import digest
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from burst_mcore.agreement import Claim, claims_of, disagreement
-from burst_mcore.attention.operator.agree import agreement_of
+from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.transformers.errors import RefusedError
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from burst_mcore.attention.api import connect
+from burst_mcore.attention.prepare import connect
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
-from burst_mcore.digest import digest
 from burst_mcore.loss import patch_causal_lm
 from burst_mcore.recurrent.bound import why_scattered
 from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
@@ -29,6 +28,7 @@ from burst_mcore.transformers.models.served import (
     use_burst,
 )
 from burst_mcore.transformers.models.trl import has_fused_head
+from burst_mcore.words import digest
 
 logger = logging.getLogger("burst_mcore")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.deepspeed.config.section import config_dict
 from burst_mcore.rates import Rates, default_rates
 from burst_mcore.transformers.models.served import use_burst

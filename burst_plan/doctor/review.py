@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from burst_mcore.attention.route.choose import AS_FAST
+from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.config import BurstConfig
 from burst_plan.doctor.configured import MEGATRONS_OWN, NotPredictedError
 from burst_plan.step.advice import advice, notes, of_windows

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from burst_mcore.attention.candidates import Question, Ranks, legal_degrees, settings_of
+from burst_mcore.attention.choose import AS_FAST, Candidate, best
 from burst_mcore.attention.geometry.plan import Plan, plan_of
-from burst_mcore.attention.route.choose import AS_FAST, Candidate, best
-from burst_mcore.attention.route.question import Question, settings_of
-from burst_mcore.attention.route.ways import Ranks, legal_degrees
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.attention.shard import Shard

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.candidates import expansion_seconds
+from burst_mcore.attention.choose import COPIES
 from burst_mcore.attention.geometry.rows import count
-from burst_mcore.attention.route.choose import COPIES
-from burst_mcore.attention.route.question import expansion_seconds
 from burst_mcore.attention.schedule import route as route_module
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program, Recv, Send
 from burst_mcore.attention.schedule.route import Route

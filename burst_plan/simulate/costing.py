@@ -10,12 +10,10 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from burst_mcore.attention.geometry.placement import Placement
+from burst_mcore.attention.candidates import Family, Question
+from burst_mcore.attention.choose import Candidate
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.geometry.reading import pairs_between
-from burst_mcore.attention.route.choose import Candidate
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Family
+from burst_mcore.attention.geometry.reading import Placement, pairs_between
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard

@@ -19,8 +19,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.reading import Placement
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import without_overlap

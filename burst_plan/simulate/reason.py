@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from burst_mcore.attention.route.choose import AS_FAST, Candidate
-from burst_mcore.attention.route.ways import Family
+from burst_mcore.attention.candidates import Family
+from burst_mcore.attention.choose import AS_FAST, Candidate
 
 PHRASES = {
     Family.RING: "a ring",

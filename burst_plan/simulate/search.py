@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 
-from burst_mcore.attention.route.choose import AS_FAST, Candidate, best, decide
-from burst_mcore.attention.route.question import Question, Settings, routes, settings_of
-from burst_mcore.attention.route.ways import RINGS, Family
+from burst_mcore.attention.candidates import RINGS, Family, Question, Settings, routes, settings_of
+from burst_mcore.attention.choose import AS_FAST, Candidate, best, decide
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.config import BurstConfig

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout

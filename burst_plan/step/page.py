@@ -11,7 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_plan.step.figures import PredictedStep
 from burst_plan.step.memory import total
 from burst_plan.step.search import Answer, kind, least, search

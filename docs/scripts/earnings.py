@@ -14,9 +14,8 @@ from tables import with_rows
 
 from burst_bench.methods.attention import share_of
 from burst_bench.subjects.planning import packed
-from burst_mcore.attention.route.choose import AS_FAST
-from burst_mcore.attention.route.question import Question, Settings, routes
-from burst_mcore.attention.route.ways import RINGS, Family, Ranks, legal_degrees
+from burst_mcore.attention.candidates import RINGS, Family, Question, Ranks, Settings, legal_degrees, routes
+from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.layout import Layout

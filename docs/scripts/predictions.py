@@ -24,7 +24,7 @@ from burst_bench.published.loops import (
     together,
 )
 from burst_bench.published.methods import FITTED, MethodWay, seconds_of, way_of
-from burst_mcore.attention.route.choose import AS_FAST
+from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_plan.machines import CONSTANTS, MACHINES, Machine
 from burst_plan.step import memory, time

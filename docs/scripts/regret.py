@@ -19,9 +19,8 @@ from tables import with_rows
 from burst_bench.methods.attention import share_of
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.route.choose import AS_FAST, decide
-from burst_mcore.attention.route.question import Question, Settings, routes
-from burst_mcore.attention.route.ways import SEARCHED, legal_degrees
+from burst_mcore.attention.candidates import SEARCHED, Question, Settings, legal_degrees, routes
+from burst_mcore.attention.choose import AS_FAST, decide
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_plan.machines import MACHINES

@@ -18,7 +18,7 @@ from predictions import page
 from step_errors import judged, ranges, table
 from volume import Share, least, of_columns, of_ring, of_rows
 
-from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for
+from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS
 from burst_mcore.deepspeed.config.section import reference

@@ -27,8 +27,7 @@ from burst_bench.results import Results, read, unit_of
 from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS, attention, masks
 from burst_mcore import BurstConfig, Mask
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.layout import Layout
 from burst_plan.cli import app
 from burst_plan.explain.problem import LayerProblem

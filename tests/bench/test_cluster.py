@@ -23,7 +23,7 @@ from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import topology
 from burst_bench.subjects.topology import ClusterCase
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
 

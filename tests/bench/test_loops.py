@@ -11,8 +11,8 @@ from burst_bench.published.loops import INTERNEVO, MAGI_DOUBLE_RING, RING_FLASH,
 from burst_bench.published.methods import WAYS, programs_of, seconds_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.reading import Placement
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass, Send
 from burst_mcore.attention.schedule.route import Route, Schedule
 from burst_mcore.attention.shard import Shard

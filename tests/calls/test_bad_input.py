@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from burst_mcore import BurstConfig, Latent, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
-from burst_mcore.attention.operator.agree import agreement_of
+from burst_mcore.attention.agree import agreement_of
 
 
 def _attend(

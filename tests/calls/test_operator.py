@@ -18,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from burst_mcore import BurstConfig, Mask, burst_attention
+from burst_mcore.attention import candidates as question
+from burst_mcore.attention import compiled
 from burst_mcore.attention import request as request_module
+from burst_mcore.attention.compiled import Keyed, attention_backward, attention_forward
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.operator import compiled
-from burst_mcore.attention.operator.compiled import Keyed, attention_backward, attention_forward
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.request import Options
-from burst_mcore.attention.route import question
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.capture import refuse_capture
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module
+from burst_mcore.packages import refuse_capture
 
 OPTIONS = Options(Topology.single(), Mask.causal(), BurstConfig())
 

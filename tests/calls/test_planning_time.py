@@ -16,16 +16,16 @@ from cells import crossed
 from burst_bench.results import read
 from burst_bench.subjects import planning
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
+from burst_mcore.attention import choose
 from burst_mcore.attention import prepare as prepare_module
 from burst_mcore.attention import request as request_module
+from burst_mcore.attention.choose import candidates
 from burst_mcore.attention.geometry.pattern import Abilities
-from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.reading import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, Tensors, validate
-from burst_mcore.attention.route import choose
-from burst_mcore.attention.route.choose import candidates
 from burst_mcore.rollouts import tree_mask, trees
 
 RANKS, TOKENS = 64, 2**20

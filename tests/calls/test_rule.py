@@ -9,11 +9,10 @@ import torch
 from burst_bench.methods.attention import share_of
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.route import choose as choose_module
-from burst_mcore.attention.route import question as question_module
-from burst_mcore.attention.route.choose import Candidate, best, decide
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Family, Ranks, legal_degrees, why_not_degree
+from burst_mcore.attention import candidates as question_module
+from burst_mcore.attention import choose as choose_module
+from burst_mcore.attention.candidates import Family, Question, Ranks, legal_degrees, why_not_degree
+from burst_mcore.attention.choose import Candidate, best, decide
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.rates import CPU, CUDA, Rates
 from burst_plan.machines import MACHINES

@@ -11,9 +11,9 @@ from engines import VOCABULARY, config_of, in_order, model_of, quiet, start
 from ranks import processes
 from test_trainer import trained
 
+from burst_mcore.attention import agree, function
 from burst_mcore.attention import call as call_module
 from burst_mcore.attention import prepare as prepare_module
-from burst_mcore.attention.operator import agree, function
 from burst_mcore.rollouts import fold
 from burst_mcore.transformers.data.loader import ShardedLoader
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from burst_mcore import packages
 from burst_mcore.attention import api
-from burst_mcore.attention.kernels import shapes, table
+from burst_mcore.attention.kernels import table, wrappers
 from burst_mcore.attention.kernels import triton as own
 from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
@@ -286,7 +286,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     real = packages.importlib.metadata.version
     patch.setattr(packages.importlib.metadata, "version", lambda name: versions.get(name) or real(name))
     packages.loaded.cache_clear()
-    patch.setattr(shapes, "LEAST", 1)
+    patch.setattr(wrappers, "LEAST", 1)
     patch.setattr(rowwise, "_code", lambda: Rows)
     for name, function in (("statistics_kernel", _statistics), ("gradients_kernel", _gradients_of_rows)):
         patch.setattr(rows_triton, name, _OfLoss(getattr(rows_triton, name), function))

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.autograd import graph
 
-from burst_mcore.attention.runtime.communicators import Communicators, companion
+from burst_mcore.attention.runtime.communicators import Communicators
+from burst_mcore.attention.runtime.companions import companion
 from burst_mcore.attention.runtime.topology import Topology
 
 from . import kernels

@@ -10,7 +10,7 @@ from masks import random_layout, random_mask
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.cuts import EVEN, cut_for
-from burst_mcore.attention.geometry.piece import listed
+from burst_mcore.attention.geometry.pattern import listed
 from burst_mcore.attention.geometry.plan import head_mask, plan_for
 from burst_mcore.layout.balance import imbalance
 

@@ -10,8 +10,8 @@ from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
-from burst_mcore.attention.kernels.shapes import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.kernels.wrappers import takes_delta
 from burst_mcore.attention.numerics import rowwise as elementwise
 from burst_mcore.attention.numerics.latent import _product
 from burst_mcore.attention.numerics.rowwise import combine, output_stand_in, row_delta

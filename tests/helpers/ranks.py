@@ -23,7 +23,7 @@ import limits
 import torch
 import torch.distributed as dist
 
-import burst_mcore.attention.route.choose  # noqa: F401 - with what a call imports, here once: ranks are forked
+import burst_mcore.attention.choose  # noqa: F401 - with what a call imports, here once: ranks are forked
 
 
 def poison(on: bool) -> None:

@@ -205,7 +205,7 @@ def test_a_mask(extended):
         "mask/terms.py": [("\n\n@dataclass(frozen=True)\nclass Stride(", TERM)],
         "mask/mask.py": [
             ("\n    @classmethod\n    def causal(", CONSTRUCTOR),
-            ("import Blocks, Chunks,", "import Blocks, Opening, Chunks,"),
+            ("    Blocks,\n", "    Blocks,\n    Opening,\n"),
         ],
         "burst_plan/words.py": [('\n    "full": MaskWord(', WORD)],
     }
@@ -267,8 +267,8 @@ def test_a_kernel(extended):
     edits = {
         "attention/kernels/plain.py": KERNEL,
         "attention/kernels/table.py": [
-            ("import aten, flash, reference,", "import aten, flash, plain, reference,"),
-            ("_ALL = (", "_ALL = (plain.KERNEL, "),
+            ("import aten, cpu, flash, reference,", "import aten, cpu, flash, plain, reference,"),
+            ("_ALL = cpu.KERNEL,", "_ALL = plain.KERNEL, cpu.KERNEL,"),
         ],
     }
     extended("a kernel", edits, HOLD_KERNEL)
@@ -377,7 +377,7 @@ def test_a_ring(extended):
             ("    if route.direct:\n        return", ROUTE_WRITER),
             ("> 2 and not self.direct", "> 2 and not self.direct and not self.eager"),
         ],
-        "attention/route/ways.py": [('    if ring == "direct":', CHOICE)],
+        "attention/candidates.py": [('    if ring == "direct":', CHOICE)],
         "config.py": [('RINGS = ("auto", ', 'RINGS = ("auto", "eager", ')],
     }
     extended("a ring", edits, HOLD_RING, ranks=4)

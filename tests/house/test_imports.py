@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
-BUDGET = {"burst_mcore": 27320, "burst_plan": 7690, "burst_bench": 6800}
+BUDGET = {"burst_mcore": 27269, "burst_plan": 7690, "burst_bench": 6800}
 """Lines of Python at most. A number changes only with its reason and its figure in decisions.md."""
 FILES = 14
 """Files of a folder at most, besides __init__.py."""
 FLOORS = {
     "burst_mcore": [
-        """version config layout mask rates digest dtypes agreement packages words
-        scripts wrap capture loss""".split(),
+        """version config layout mask rates dtypes agreement packages words
+        scripts wrap loss""".split(),
         ["attention"],
         ["checkpointing", "recurrent"],
         ["rollouts"],
@@ -49,12 +49,15 @@ WITHIN = {
     "attention": [
         {"geometry", "shard"},
         {"schedule", "numerics"},
-        {"route"},
+        {"candidates"},
+        {"choose"},
         {"kernels", "runtime"},
-        {"cached", "call", "checks"},
+        {"call", "checks"},
         {"forward", "backward", "request"},
-        {"prepare"},
-        {"operator"},
+        {"prepare", "replay"},
+        {"agree"},
+        {"function"},
+        {"compiled"},
         {"api"},
     ],
     "transformers": [{"errors"}, {"agreement"}, {"data"}, {"models"}, {"prepare"}, {"trainer"}],
@@ -162,8 +165,7 @@ def test_folders_are_small():
     tests = {path.parent for path in (ROOT / "tests").rglob("*.py")}
     for folder in tests.union(path.parent for path in MODULES.values()):
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        most = 9 if folder == ROOT / "burst_mcore" / "attention" else FILES
-        assert len(files) <= most, f"{folder} has {len(files)} files"
+        assert len(files) <= FILES, f"{folder} has {len(files)} files"
 
 
 @pytest.mark.parametrize("package", BUDGET)

@@ -10,11 +10,10 @@ from test_simulation import simulate
 
 from burst_mcore import Layout, Mask, packages
 from burst_mcore.attention.geometry import tiles as tiles_module
-from burst_mcore.attention.geometry.launches import LARGE, launches_of
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import Rows
-from burst_mcore.attention.geometry.tiles import tiles_of
+from burst_mcore.attention.geometry.tiles import LARGE, launches_of, tiles_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, by_rank

@@ -23,15 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
-from burst_mcore.attention.geometry.launches import Launches
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.tiles import Launches
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
-from burst_mcore.attention.kernels.shapes import _tell, leaves_small_tiles
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
+from burst_mcore.attention.kernels.wrappers import _tell, leaves_small_tiles
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
-from burst_mcore.attention.request import Options, request_of, resolve, shard_of
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.prepare import resolve
+from burst_mcore.attention.request import Options, request_of, shard_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ON_CPU = ("reference", "aten-cpu")

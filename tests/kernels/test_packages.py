@@ -14,11 +14,10 @@ import torch
 from dense import dense, error, pattern_of, problem
 
 from burst_mcore import Mask, packages
-from burst_mcore.attention.geometry.launches import Launches
-from burst_mcore.attention.geometry.pattern import Packed, Pattern
-from burst_mcore.attention.geometry.piece import Piece
-from burst_mcore.attention.kernels import shapes
+from burst_mcore.attention.geometry.pattern import Packed, Pattern, Piece
+from burst_mcore.attention.geometry.tiles import Launches
 from burst_mcore.attention.kernels import te as te_module
+from burst_mcore.attention.kernels import wrappers as shapes
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS, PREFERENCE, by_rank, choose

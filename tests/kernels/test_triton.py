@@ -18,8 +18,7 @@ from test_simulation import simulate
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention import backward as backward_module
-from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.geometry.piece import Piece
+from burst_mcore.attention.geometry.pattern import Pattern, Piece
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels import blocks

@@ -366,10 +366,10 @@ def test_documents_are_read_once_for_all_layers():
 def _ring_is_made_once():
     import torch.distributed as dist
 
-    from burst_mcore.attention.runtime import communicators, topology
+    from burst_mcore.attention.runtime import communicators, companions, topology
 
-    made, start = [], communicators.start
-    communicators.start = dist.barrier
+    made, start = [], companions.start
+    companions.start = dist.barrier
     new_group, companion, backends = dist.new_group, topology.companion, dist.get_backend_config
     dist.get_backend_config = lambda *args: "cuda:nccl"  # there each kind of message gets a group of its own
     try:
@@ -381,7 +381,7 @@ def _ring_is_made_once():
     finally:
         dist.get_backend_config = backends
         topology.companion = communicators.companion = companion
-        communicators.start = start
+        companions.start = start
     # of agreement, data and gradients: once, though the model has two layers
     assert made == [("gloo",), ("nccl", 8), ("nccl", 8)]
     dist.new_group = None  # a forward that made a group would fail

@@ -13,11 +13,19 @@ from masks import random_layout, random_mask, randoms
 
 from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
+from burst_mcore.attention.candidates import (
+    RINGS,
+    Family,
+    Question,
+    Ranks,
+    Settings,
+    legal_degrees,
+    route_for,
+    settings_of,
+)
+from burst_mcore.attention.choose import AS_FAST, Candidate, best, decide
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
-from burst_mcore.attention.route.choose import AS_FAST, Candidate, best, decide
-from burst_mcore.attention.route.question import Question, Settings, settings_of
-from burst_mcore.attention.route.ways import RINGS, Family, Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard

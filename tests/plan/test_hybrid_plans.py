@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from burst_mcore import Layout
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.recurrent import kernels, recurrence
 from burst_mcore.recurrent.bound import MIXERS, mixers_of
 from burst_mcore.recurrent.fragments import fragments

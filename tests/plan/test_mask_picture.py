@@ -17,10 +17,10 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Layout, Mask
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.plan import plan_for, plan_of
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.attention.schedule.actions import Compute
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.layout.balance import imbalance

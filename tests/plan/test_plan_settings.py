@@ -12,7 +12,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from burst_mcore.attention.route.choose import AS_FAST
+from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.deepspeed.config.section import section_of
 from burst_mcore.megatron.arguments import add_arguments, burst_config
 from burst_mcore.rates import Rates

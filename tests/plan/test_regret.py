@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burst_bench.methods.attention import share_of
-from burst_mcore.attention.route.question import kernel_seconds
+from burst_mcore.attention.candidates import kernel_seconds
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import CPU, CUDA
 from burst_plan.machines import MACHINES

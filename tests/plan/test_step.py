@@ -12,7 +12,7 @@ import torch
 from live import LiveBytes
 from typer.testing import CliRunner
 
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.checkpointing import KeepAttention, Offload, Segment
 from burst_mcore.deepspeed.config.section import section_of
 from burst_mcore.loss import patch_causal_lm

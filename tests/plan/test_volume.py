@@ -8,9 +8,8 @@ import torch
 from volume import Share, least, of_ring
 
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.route.choose import decide
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for
+from burst_mcore.attention.candidates import Question, Ranks, legal_degrees, route_for
+from burst_mcore.attention.choose import decide
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard

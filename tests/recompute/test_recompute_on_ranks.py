@@ -12,9 +12,9 @@ from ranks import processes
 from test_masks_on_rings import DTYPES, _case, _gathered
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.route.ways import Ranks
 from burst_mcore.checkpointing import Full, KeepAttention, Segment, checkpoint
 
 SHARES = (0, 0.25, 0.5, 0.75, 1)

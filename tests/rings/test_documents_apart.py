@@ -10,7 +10,7 @@ from masks import random_layout
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
-from burst_mcore.attention.route.ways import Ranks, legal_degrees
+from burst_mcore.attention.candidates import Ranks, legal_degrees
 
 INPUTS = ("q", "k", "v", "dout")
 

@@ -18,11 +18,10 @@ from ranks import processes
 from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore.attention import function
+from burst_mcore.attention.candidates import Question, Ranks, legal_degrees
+from burst_mcore.attention.choose import decide
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.operator import function
-from burst_mcore.attention.route.choose import decide
-from burst_mcore.attention.route.question import Question
-from burst_mcore.attention.route.ways import Ranks, legal_degrees
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint

@@ -14,8 +14,8 @@ from test_simulation import simulate
 from typer.testing import CliRunner
 
 from burst_mcore import Layout, Mask
+from burst_mcore.attention.candidates import expansion_seconds
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.route.question import expansion_seconds
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.attention.shard import Shard

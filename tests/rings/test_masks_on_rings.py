@@ -24,12 +24,11 @@ from burst_mcore import (
     shard,
     unshard,
 )
-from burst_mcore.attention import prepare
+from burst_mcore.attention import function, prepare
+from burst_mcore.attention.candidates import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.operator import function
-from burst_mcore.attention.route.ways import Ranks, legal_degrees
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program
 from burst_mcore.attention.shard import Shard

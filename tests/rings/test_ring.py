@@ -12,8 +12,8 @@ from masks import MASKS, layouts
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore.attention import function
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.operator import function
 
 GQA = {"mha": 4, "gqa": 2, "mqa": 1}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

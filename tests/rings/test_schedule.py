@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from burst_mcore.attention.candidates import Ranks, route_for
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.route.ways import Ranks, route_for
 from burst_mcore.attention.schedule.actions import (
     Accumulate,
     Add,

@@ -20,10 +20,11 @@ from ranks import processes
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
-from burst_mcore.attention.kernels.shapes import takes_delta
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
+from burst_mcore.attention.kernels.wrappers import takes_delta
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.request import Options, Tensors, resolve, validate
+from burst_mcore.attention.prepare import resolve
+from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 

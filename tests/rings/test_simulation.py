@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from burst_mcore import Layout, Mask, shard, unshard
 from burst_mcore.attention.backward import _Backward, backward
 from burst_mcore.attention.call import Call, Keys, Queries
+from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
 from burst_mcore.attention.forward import Inputs, _Forward, forward
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.kernels.kernel import Problem, Scores
@@ -26,7 +27,6 @@ from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.merge import KeyBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.route.ways import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.attention.shard import Shard

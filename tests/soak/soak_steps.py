@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.checkpointing import Full, KeepAttention, Segment
 from burst_mcore.recurrent import Shards, recurrence
 from burst_mcore.torch import parallelize

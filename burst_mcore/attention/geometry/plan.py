@@ -22,13 +22,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.classes import Order, in_classes, numbered
-from burst_mcore.attention.geometry.piece import NO_PIECES
-from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.geometry.reading import Reading, reading
+from burst_mcore.attention.geometry.pattern import NO_PIECES
+from burst_mcore.attention.geometry.reading import Order, Placement, Reading, in_classes, numbered, reading
 from burst_mcore.attention.geometry.rows import Rows, union
 from burst_mcore.layout import Layout
-from burst_mcore.layout.runs import joined_table
+from burst_mcore.layout.kinds import joined_table
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED, has_pairs, tight, tightened, transposed
 

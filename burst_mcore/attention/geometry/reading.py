@@ -7,21 +7,66 @@ have a reader further on. So a hop needs one number a segment: its last reader o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import gcd
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.piece import band_pairs_of
-from burst_mcore.attention.geometry.placement import Placement
+from burst_mcore.attention.geometry.pattern import band_pairs_of
 from burst_mcore.attention.geometry.rows import Rows
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
+from burst_mcore.layout.kinds import Runs, joined_table
 from burst_mcore.mask import Mask
-from burst_mcore.mask.bands import UNBOUNDED, intersected, of_classes, pairs_of_runs, tightened, transposed
+from burst_mcore.mask.bands import (
+    BLOCK,
+    UNBOUNDED,
+    intersected,
+    of_classes,
+    pairs_of_runs,
+    tightened,
+    transposed,
+)
+
+Number = TypeVar("Number", int, Tensor)
+"""A rank, position or member, or a tensor of many."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of `positions` head groups, of `heads` members each.
+
+    Inner: a group is `heads` neighbouring ranks, and the ring goes from group to group.
+    Outer: a ring is `positions` neighbouring ranks, and a group has one rank of each ring.
+    """
+
+    positions: int
+    heads: int = 1
+    outer: bool = False
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.positions * self.heads
+
+    def position(self, rank: Number) -> Number:
+        """Return the position on the ring of a rank."""
+        return rank % self.positions if self.outer else rank // self.heads
+
+    def member(self, rank: Number) -> Number:
+        """Return the number of a rank in its head group."""
+        return rank // self.positions if self.outer else rank % self.heads
+
+    def rank(self, position: Number, member: Number | int) -> Number:
+        """Return the rank of a member at a position."""
+        return position + member * self.positions if self.outer else position * self.heads + member
+
 
 MOST = 2**27
 """Entries of the table, at most. Beyond, whole runs count as read, or, if these are too many, everything:
@@ -328,3 +373,85 @@ def _pairs_of_stripes(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ra
             )
             total.index_add_(0, to, pairs.double())
     return True
+
+
+def begins(residue: Tensor, stride: int, n: int) -> Tensor:
+    """Return how many of n positions are of the classes before that of a residue."""
+    return residue * (n // stride) + residue.clamp(max=n % stride)
+
+
+def in_classes(bands: Tensor, stride: int, n: int) -> Tensor:
+    """Return bands over n positions in the order of classes, which hold every stride-th diagonal alone."""
+    blocks = torch.arange(min(stride, n)).split(max(1, BLOCK // max(1, len(bands))))
+    return torch.cat([_moved(of_classes(bands, first, stride), first, stride, n) for first in blocks])
+
+
+def _moved(bands: Tensor, first: Tensor, stride: int, n: int) -> Tensor:
+    """Return bands of classes, each from where its class begins."""
+    begin = begins(first, stride, n).repeat_interleave(len(bands) // len(first))[:, None]
+    return tightened(torch.cat([bands[:, :4] + begin, bands[:, 4:]], 1))
+
+
+def numbered(runs: Sequence[tuple[range, int]], stride: int, n: int) -> tuple[Runs, list[range]]:
+    """Return runs of positions in the order of classes, and the rows that they are, in that order.
+
+    runs: positions without gaps, and the row of the first.
+    """
+    table = torch.tensor([[run.start, run.stop, row] for run, row in runs])
+    start, stop, row = (x[:, None] for x in table.unbind(1))
+    first = start + torch.arange(min(stride, int((stop - start).max())))  # [runs, classes]
+    some = first < stop
+    begin = (begins(first % stride, stride, n) + first // stride)[some]
+    end = begin + (-((first - stop) // stride))[some]
+    rows = torch.stack([(first - start + row)[some], (stop - start + row).expand_as(first)[some]], 1)
+    order = begin.argsort()
+    spans = joined_table(torch.zeros_like(begin)[order], begin[order], end[order])
+    taken = [range(low, high, stride) for low, high in rows[order].tolist()]
+    return tuple(range(low, high) for _, low, high, _ in spans.tolist()), _joined(taken)
+
+
+def _joined(spans: Iterable[range]) -> list[range]:
+    """Join neighbours that are one range of some step."""
+    joined: list[range] = []
+    for span in spans:
+        last = joined[-1] if joined else span
+        step = span[0] - last[-1]
+        if step > 0 and all(len(x) == 1 or x.step == step for x in (last, span)):
+            joined[-1] = range(last[0], span[-1] + 1, step)
+        else:
+            joined.append(span)
+    return joined
+
+
+class Order:
+    """The rows of a position in the order of classes, in ranges between whose ends all rows travel.
+
+    Args:
+        rows: as `numbered` returns them.
+        travel: the ranges of rows that travel; a range of the order lies within one of them.
+    """
+
+    def __init__(self, rows: Sequence[range], travel: Rows) -> None:
+        starts = [span.start for span in travel]
+        self.spans = [part for span in rows for part in _parted(span, starts)] if starts[1:] else list(rows)
+        self.offsets = list(accumulate(map(len, self.spans), initial=0))
+
+    def rows(self, numbers: Rows) -> Rows:
+        """Return the rows that are these by number, in their order."""
+        return tuple(part for span in numbers for part in self._rows(span))
+
+    def _rows(self, span: range) -> list[range]:
+        if span.step < 0:
+            return [part[::-1] for part in reversed(self._rows(span[::-1]))]
+        first, last = (bisect_right(self.offsets, row) - 1 for row in (span.start, span.stop - 1))
+        rows = self.spans[first : last + 1]
+        rows[-1] = rows[-1][: span.stop - self.offsets[last]]
+        rows[0] = rows[0][span.start - self.offsets[first] :]
+        return rows
+
+
+def _parted(span: range, starts: list[int]) -> list[range]:
+    """Cut a range at the starts within it."""
+    inner = starts[bisect_right(starts, span[0]) : bisect_right(starts, span[-1])]
+    ends = [-((span[0] - start) // span.step) for start in inner]
+    return [span[a:b] for a, b in zip([0, *ends], [*ends, len(span)], strict=True) if a < b]

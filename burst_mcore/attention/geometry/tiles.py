@@ -9,15 +9,16 @@ supports either.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log2
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.pattern import Abilities, Packed, Pattern
-from burst_mcore.attention.geometry.piece import Piece, listed
+from burst_mcore.attention.geometry.pattern import Abilities, Packed, Pattern, Piece, band_pairs_of, listed
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.geometry.rows import Rows, ascending, count, indices_of, union
+from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED
 
 CALL = 1024
@@ -354,3 +355,57 @@ def _gathered(tiles: list[Tile]) -> Iterator[Tile]:
             yield from (_tile((q,), (k,)) for k in ranges)
         else:
             yield _tile((q,), tuple(sorted(ranges, key=lambda k: k.start)))
+
+
+ROW = 256
+"""Pairs that take as long as one row more of a launch, whose output is written and merged."""
+LAUNCH = 2**19
+"""Pairs that take as long as the overhead of a launch and of the merge after it: about 10 us of 32 heads."""
+
+
+class Launches(NamedTuple):
+    """The mean pairs of a launch, as powers of two, by what a kernel can take at once."""
+
+    alone: int
+    """One rectangle, full or causal."""
+    windows: int
+    """One band within any two diagonals."""
+    packed: int
+    """Small diagonals, one after another."""
+    whole: int
+    """Everything."""
+
+    def of(self, abilities: Abilities) -> int:
+        """Return the mean pairs of a launch of a kernel of these abilities, as a power of two."""
+        if abilities.pieces:
+            return self.whole
+        if abilities.packed:
+            return self.packed
+        return self.windows if abilities.windows else self.alone
+
+
+LARGE = Launches(40, 40, 40, 40)
+"""Launches so large that their number costs nothing."""
+
+
+def launches_of(mask: Mask, n: int) -> Launches:
+    """Return how large launches are under a mask of n tokens.
+
+    Rows that are met several times count as launches, too: each time their results are merged.
+    """
+    q0, q1, k0, k1, low, high = mask.bands(n).unbind(1)
+    rows, columns, apart = q1 - q0, k1 - k0, k0 - q0
+    pairs = band_pairs_of(rows, columns, low - apart, high - apart)
+    cut = (low > k0 - (q1 - 1)) & (high < (k1 - 1) - q0)  # both diagonals cut the rectangle
+    blocks = torch.where(cut, 3 * -(-rows // (high - low + 2).clamp(1, DIAGONAL)), 1)
+    step, small = mask.stride, (pairs <= PACKED) & (mask.stride == 1)
+    again = max(0, int(rows.sum()) - n) * ROW / LAUNCH
+    chains = max(int(x[small].sum()) for x in (rows, columns)) / n
+    counts = (
+        int(blocks.sum()) * step + again,
+        len(pairs) * step + again,
+        int((~small).sum()) * step + chains + again,
+        1,
+    )
+    total = max(1.0, float(pairs.sum()) / step)
+    return Launches(*(round(log2(total / max(count, 1))) for count in counts))

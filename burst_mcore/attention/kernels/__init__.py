@@ -2,10 +2,11 @@
 
 kernel                the interface: problem, scores, inputs of backward
 table                 all kernels by name, and the choice of one
-aten, flash, te       kernels of torch, flash-attn and TransformerEngine
+cpu                   torch's flash kernel on the CPU
+aten, flash, te       kernels of torch on CUDA, of flash-attn and TransformerEngine
 triton, triton_code   our own kernel, for any mask
 reference             plain torch, slow and exact
-packed                the convention of flash kernels: windows, and documents by cu_seqlens
+cached                attention to a cache of keys; merge, of attention over two sets of keys
 blocks                lists of blocks for our own kernel
-shapes, finite        what a kernel lacks: head dims and small tiles; NaN
+wrappers              what kernels lack: head dims, any D, small tiles, NaN
 """

@@ -1,95 +1,137 @@
-"""The flash kernels that torch ships: on CPU, and on CUDA through cuDNN and FlashAttention-2.
+"""The flash kernels that torch ships for CUDA: cuDNN, FlashAttention-2; and the convention of flash kernels.
 
 Their backwards take the forward's out only to form delta, so any tensor of the same rowsum serves.
+
+The convention: windows, and many diagonals of one tile in one call, by cu_seqlens. For a packed pattern,
+tensors of a tile [B, S, H, D] become [B * S, H, D], and statistics [B, H, S] become [H, B * S]: sequence
+after sequence, batch after batch. For other patterns these functions change nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
-from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
+from burst_mcore.attention.kernels.cpu import heads_first
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
-from burst_mcore.attention.kernels.packed import (
-    Sequences,
-    flat,
-    flat_inputs,
-    from_lower_right,
-    gradients_of_batch,
-    is_causal,
-    kept,
-    of_batch,
-    sequences,
+from burst_mcore.attention.kernels.wrappers import (
+    leaves_small_tiles,
+    takes_any_value_dim,
 )
-from burst_mcore.attention.kernels.shapes import leaves_small_tiles, takes_any_value_dim
 
 _aten = torch.ops.aten
-_cpu_flash: Callable[..., Results] = torch._scaled_dot_product_flash_attention_for_cpu  # by _aten: 2 us more
 _no_seed = partial(torch.zeros, dtype=torch.int64)  # dropout seed and offset of a call without dropout
 HALF = (torch.float16, torch.bfloat16)
-LARGE = 16.0
-"""The largest log-sum-exp whose rounding in float32 is no more than that of the kernel's other steps. Scores
-of a normal distribution exceed it from 5M keys on. With 19 dq became three times less exact."""
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return [B, S, H, D] as views [B, H, S, D]."""
-    return tuple([x.transpose(1, 2) for x in tensors])
+class Sequences(NamedTuple):
+    """Where sequences begin and end in packed queries and keys, int32 [sequences + 1], and the longest."""
+
+    of_q: Tensor | None
+    of_k: Tensor | None
+    longest_q: int
+    longest_k: int
 
 
-def _cpu_supports(problem: Problem) -> str | None:
-    if problem.device != "cpu":
-        return f"tensors are on {problem.device}, not on cpu"
-    if problem.dtype not in (torch.float32, torch.float64, *HALF):
-        return f"dtype {problem.dtype}"
-    if problem.softcap:
-        return "it has no softcap"
-    return None
+def sequences(pattern: Pattern, q: Tensor) -> Sequences:
+    """Return the sequences of a packed pattern, for the batches of q [B, S, H, D]; kept with the pattern."""
+    assert pattern.packed is not None
+    key = "sequences", q.shape[0], q.device
+    made: tuple[Sequences, Tensor] | None = pattern.kernel_cache.get(key)
+    if made is None:
+        lengths = pattern.packed.q, pattern.packed.k
+        ends = torch.tensor([[*accumulate(x * q.shape[0], initial=0)] for x in lengths], dtype=torch.int32)
+        if q.is_cuda:  # one copy, which the host does not wait for; its source lives as long as the pattern
+            ends = ends.pin_memory()
+        made = Sequences(*ends.to(q.device, non_blocking=True), *map(max, lengths)), ends
+        if active_fake_mode() is None:  # else a tensor without data, which is its mode's own
+            pattern.kernel_cache[key] = made
+    return made[0]
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
-    mask = pattern.table_on(q.device) if pattern.masked else None
-    bias, heads = _bias(mask, q.dtype), _heads_first(q, k, v)
-    out, lse = _cpu_attention(heads, bias, pattern, scores)
-    if q.dtype == torch.float32 and not float(torch.linalg.vector_norm(lse, torch.inf)) <= LARGE:
-        # Rounded to float32, it is too rough for a merge: see `of_parts`. Less that, which changes no output,
-        # it is small. Scores in backward keep their rounding. A table of a tile is copied for each head here.
-        rough = lse.nan_to_num(0.0, 0.0, 0.0)
-        less = -rough[..., None]
-        out, rest = _cpu_attention(heads, less if bias is None else bias + less, pattern, scores)
-        lse = rough.double() + rest
-    if mask is not None:  # rows that see nothing have a lse of 0
-        lse.masked_fill_(~mask.any(1), -torch.inf)
-    return out.transpose(1, 2), lse
+def kept(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
+    """Return make(*arguments, device=device), made once on each stream; nobody may write to it."""
+    if active_fake_mode() is not None:
+        return make(*arguments, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _kept(make, arguments, device, stream)
 
 
-def _cpu_attention(
-    heads: tuple[Tensor, ...], bias: Tensor | None, pattern: Pattern, scores: Scores
-) -> Results:
-    return _cpu_flash(*heads, 0.0, pattern.causal, attn_mask=bias, scale=scores.scale)
+@lru_cache(maxsize=256)
+def _kept(make: Callable[..., Tensor], arguments: Any, device: torch.device, stream: int) -> Tensor:
+    return make(*arguments, device=device)
 
 
-def _cpu_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-    assert inputs.out is not None
-    dout, q, k, v, out = _heads_first(inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out)
-    mask, lse = pattern.table_on(q.device) if pattern.masked else None, inputs.lse
-    if mask is not None:
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, pattern.causal, attn_mask=_bias(mask, q.dtype), scale=scores.scale
-    )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+def keywords(pattern: Pattern, q: Tensor) -> dict[str, Any]:
+    """Return the arguments by which flash-attn packages are told of sequences."""
+    if pattern.packed is None:
+        return {}
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, sequences(pattern, q), strict=True))
 
 
-def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the numbers that are added to the scores [M, N]; None without a mask."""
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+def is_causal(pattern: Pattern) -> bool:
+    """Return whether the tile, or each of its sequences, is causal from the lower right corner."""
+    return pattern.packed.causal if pattern.packed else pattern.causal
+
+
+def flat(pattern: Pattern, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors as a call for the pattern takes them."""
+    return tuple(x.flatten(0, 1).contiguous() for x in tensors) if pattern.packed else tensors
+
+
+def flat_inputs(pattern: Pattern, inputs: BackwardInputs) -> BackwardInputs:
+    """Return the inputs of a backward as a call for the pattern takes them; lse contiguous in any case."""
+    if pattern.packed is None:
+        return inputs._replace(lse=inputs.lse.contiguous())
+    dout, q, k, v = flat(pattern, inputs.dout, inputs.q, inputs.k, inputs.v)
+    out = None if inputs.out is None else flat(pattern, inputs.out)[0]
+    lse, delta = (x.transpose(0, 1).flatten(1).contiguous() for x in (inputs.lse, inputs.delta))
+    return BackwardInputs(dout, q, k, v, out, lse, delta)
+
+
+def of_batch(pattern: Pattern, out: Tensor, lse: Tensor, batch: int) -> Results:
+    """Return (out [B, S, H, D], lse [B, H, S]) of a call's results."""
+    if pattern.packed is None:
+        return out, lse
+    return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def gradients_of_batch(pattern: Pattern, gradients: Gradients, batch: int) -> Gradients:
+    """Return (dq, dk, dv), each [B, S, H, D], of a call's results."""
+    if pattern.packed is None:
+        return gradients
+    dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
+    return dq, dk, dv
+
+
+def from_lower_right(pattern: Pattern) -> tuple[int, int]:
+    """Return (left, right), -1 for unbounded, counted from the diagonal into the lower right corner.
+
+    FlashAttention's convention: row m sees column n iff -left <= n - (m + N - M) <= right. A tile's window
+    leaves no row and no column of its rectangle unseen. So neither bound is negative; a negative one would be
+    read as unbounded. A window has no more rows than columns: FlashAttention-2 takes a right bound of N and
+    more as unbounded, and an unbounded one as N.
+    """
+    if pattern.packed:
+        return pattern.packed.left, pattern.packed.right
+    if not pattern.windowed:
+        return -1, -1
+    rows, columns = pattern.shape
+    assert rows <= columns, f"a window over {pattern.shape}"
+    apart = columns - rows
+    left = -1 if pattern.low is None else apart - pattern.low
+    right = -1 if pattern.high is None else pattern.high - apart
+    assert left >= 0 or pattern.low is None, f"a window from {pattern.low} on over {pattern.shape}"
+    assert right >= 0 or pattern.high is None, f"a window up to {pattern.high} over {pattern.shape}"
+    return left, right
 
 
 def half_on_cuda(problem: Problem, largest_head_dim: int) -> str | None:
@@ -152,7 +194,7 @@ def _cudnn_supports(problem: Problem) -> str | None:
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_heads_first(q, k, v), None, True, 0.0, pattern.causal, scale=scores.scale
+        *heads_first(q, k, v), None, True, 0.0, pattern.causal, scale=scores.scale
     )
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
@@ -160,7 +202,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Sc
 def _cudnn_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     assert inputs.out is not None
     # torch keeps the plan that it made for tensors of these sizes, whatever the strides of dout and out then.
-    dout, q, k, v, out = _heads_first(
+    dout, q, k, v, out = heads_first(
         inputs.dout.contiguous(), inputs.q, inputs.k, inputs.v, inputs.out.contiguous()
     )
     seed = kept(_no_seed, (), device=q.device)
@@ -171,7 +213,6 @@ def _cudnn_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) ->
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-CPU = Kernel("aten-cpu", _cpu_supports, _cpu_forward, _cpu_backward, abilities=Abilities(masks=True))
 CUDNN = Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward)
 FLASH = Kernel(
     "aten-flash",
@@ -180,9 +221,4 @@ FLASH = Kernel(
     _flash_backward,
     abilities=Abilities(windows=True, packed=True),
 )
-KERNELS = tuple(
-    map(
-        takes_any_value_dim,
-        (keeps_nan_where_seen(CPU), leaves_small_tiles(CUDNN, lambda scores: FLASH), FLASH),
-    )
-)
+KERNELS = tuple(map(takes_any_value_dim, (leaves_small_tiles(CUDNN, lambda scores: FLASH), FLASH)))

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
-from burst_mcore.attention.kernels.aten import half_on_cuda
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
-from burst_mcore.attention.kernels.packed import (
+from burst_mcore.attention.kernels.aten import (
     flat,
     flat_inputs,
     from_lower_right,
     gradients_of_batch,
+    half_on_cuda,
     is_causal,
     kept,
     keywords,
     of_batch,
 )
-from burst_mcore.attention.kernels.shapes import takes_any_value_dim
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
+from burst_mcore.attention.kernels.wrappers import takes_any_value_dim
 
 ABILITIES = Abilities(windows=True, packed=True)
 

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.launches import LARGE, Launches
 from burst_mcore.attention.geometry.pattern import NONE, Abilities, Pattern
+from burst_mcore.attention.geometry.tiles import LARGE, Launches
 from burst_mcore.attention.numerics.merge import GradientShare
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.dtypes import wide

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
-from burst_mcore.attention.kernels.finite import keeps_nan_where_seen
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
+from burst_mcore.attention.kernels.wrappers import keeps_nan_where_seen
 from burst_mcore.dtypes import of_parts, wide
 
 

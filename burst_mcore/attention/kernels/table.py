@@ -8,14 +8,15 @@ from functools import lru_cache, partial
 import torch
 
 from burst_mcore import packages
-from burst_mcore.attention.geometry.launches import LARGE, LAUNCH, Launches
-from burst_mcore.attention.kernels import aten, flash, reference, te, triton
+from burst_mcore.attention.geometry.tiles import LARGE, LAUNCH, Launches
+from burst_mcore.attention.kernels import aten, cpu, flash, reference, te, triton
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
-from burst_mcore.attention.kernels.shapes import takes_delta
+from burst_mcore.attention.kernels.wrappers import takes_delta
 
 logger = logging.getLogger("burst_mcore")
 
-_ALL = (*aten.KERNELS, flash.FLASH2, flash.FLASH3, flash.FLASH4, te.KERNEL, triton.KERNEL, reference.KERNEL)
+_FLASH = flash.FLASH2, flash.FLASH3, flash.FLASH4
+_ALL = cpu.KERNEL, *aten.KERNELS, *_FLASH, te.KERNEL, triton.KERNEL, reference.KERNEL
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
 """All kernels by name."""
 

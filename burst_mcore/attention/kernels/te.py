@@ -19,10 +19,9 @@ from torch import Tensor
 from burst_mcore import packages
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels import aten, reference
-from burst_mcore.attention.kernels.aten import half_on_cuda
+from burst_mcore.attention.kernels.aten import Sequences, half_on_cuda, is_causal, kept, sequences
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
-from burst_mcore.attention.kernels.packed import Sequences, is_causal, kept, sequences
-from burst_mcore.attention.kernels.shapes import leaves_small_tiles, takes_any_value_dim
+from burst_mcore.attention.kernels.wrappers import leaves_small_tiles, takes_any_value_dim
 
 logger = logging.getLogger("burst_mcore")
 _no_seed, _ends_of = partial(torch.zeros, dtype=torch.int64), partial(torch.arange, dtype=torch.int32)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
-from burst_mcore.attention.numerics.merge import Block, GradientSums, KeyBlocks
-from burst_mcore.attention.numerics.segments import KernelResults
+from burst_mcore.attention.numerics.merge import Block, GradientSums, KernelResults, KeyBlocks
 from burst_mcore.dtypes import wide
 
 

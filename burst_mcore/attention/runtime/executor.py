@@ -15,6 +15,7 @@ from burst_mcore.attention.runtime.communicators import Carrier
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import (
     HOME,
+    RECORDERS,
     Action,
     Channel,
     Compute,
@@ -29,7 +30,6 @@ from burst_mcore.attention.schedule.actions import (
     by_hop,
 )
 from burst_mcore.attention.schedule.route import Route, communicator_of, program
-from burst_mcore.attention.schedule.trace import RECORDERS
 
 Bundle = tuple[Tensor, ...]
 OnCompute = Callable[[Compute, Bundle, Rows | None], None]
@@ -287,7 +287,7 @@ class Ring:
             elif cut is None:
                 bundle = self._buffers[action.buffer]
             else:
-                bundle = tuple(gather(x, cut).contiguous() for x in self._buffers[action.buffer])
+                bundle = tuple([gather(x, cut).contiguous() for x in self._buffers[action.buffer]])
                 copies.append(bundle)  # they live until the hop is awaited
             messages.append((action, bundle))
         try:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.attention.runtime.communicators import Communicators, companion, exists, timeout_of, times
+from burst_mcore.attention.runtime.communicators import Communicators, exists
+from burst_mcore.attention.runtime.companions import companion, timeout_of, times
 from burst_mcore.rates import Rates
 from burst_mcore.words import brief
 

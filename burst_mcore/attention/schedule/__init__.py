@@ -6,5 +6,4 @@ ring           programs of the double ring, the flat ring and the mirrored ring
 direct         programs of the exchange in which every row goes straight to its readers
 heads          the all-to-all of heads around a ring's program
 route          a route, the program of each rank on the route, and the communicator of each channel
-trace          the place where the executor tells when actions begin and end
 """

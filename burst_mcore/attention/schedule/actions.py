@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import ClassVar, Generic, NamedTuple, Self
+from typing import ClassVar, Generic, NamedTuple, Protocol, Self
 
 from burst_mcore.attention.schedule.carried import Carried, T
 
@@ -238,3 +239,17 @@ def by_hop(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]
     """
     for channel, group in groupby(program, key=lambda a: a.channel if isinstance(a, (Send, Recv)) else None):
         yield channel, list(group)
+
+
+class Recorder(Protocol):
+    """The place where the executor tells when actions begin and end: see burst_bench/trace.py."""
+
+    def span(self, action: Action) -> AbstractContextManager[None]:
+        """Take the time of an action, and of the messages that it waits for."""
+
+    def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
+        """Note when the messages of a hop started."""
+
+
+RECORDERS: list[Recorder] = []
+"""Recorders of this process, the innermost last: backward runs in another thread, beyond a context."""

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from burst_mcore.attention.geometry.placement import Placement
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
+from burst_mcore.attention.geometry.reading import Placement
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfPosition, T
 from burst_mcore.attention.schedule.direct import direct

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from burst_mcore.agreement import digest_of
-from burst_mcore.digest import digest
 from burst_mcore.layout import Layout, shard
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
 from burst_mcore.rollouts.trees import depths, nodes_of, padded
 from burst_mcore.transformers.errors import RefusedError, refuse
+from burst_mcore.words import digest
 
 logger = logging.getLogger("burst_mcore")
 

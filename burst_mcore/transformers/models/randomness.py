@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from burst_mcore.digest import digest
+from burst_mcore.words import digest
 from burst_mcore.wrap import while_set
 
 

@@ -25,8 +25,7 @@ from burst_bench.published.against import (
 from burst_bench.published.methods import FITTED, WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.route.question import Question, Settings
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Question, Ranks, Settings
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import CPU, RATES_FILE, Rates, default_rates

@@ -10,7 +10,7 @@ from step_errors import judged, ranges, table
 
 from burst_bench.published.against import compare
 from burst_bench.published.training import of_row, predicted
-from burst_mcore.attention.route.ways import Ranks
+from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import CPU
 from burst_plan.machines import CONSTANTS, MACHINES

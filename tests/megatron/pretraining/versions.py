@@ -66,7 +66,7 @@ OPTIONS = (
 
 SCRIPT = """
 import runpy, sys
-from burst_mcore.attention.operator import function as passes
+from burst_mcore.attention import function as passes
 from burst_mcore.megatron import cpu, fused_loss, layouts
 
 def count(module, name):

@@ -1,9 +1,34 @@
-"""Attention over two sets of keys, merged from attention over each; for callers of `burst_attention`."""
+"""Attention of new queries to a cache of keys, and the merge of attention over two sets of keys."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.kernels.kernel import Scores
+from burst_mcore.attention.kernels.reference import PLAIN
+
+
+def attend_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scores: Scores, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend to a cache by the kernel of plain torch, which stores all scores.
+
+    Args:
+        q: [B, M, H, D]. k: [B, N, Hkv, D]. v: [B, N, Hkv, Dv].
+        allowed: bool [M, N], which queries see which keys.
+        scores: scale and softcap.
+        sinks: [H], a logit of each head that brings no value.
+
+    Returns:
+        [B, M, H, Dv].
+    """
+    out, lse = PLAIN.forward(q, k, v, Pattern.from_table(allowed), scores)  # a row of a cache is one document
+    if sinks is not None:  # it takes its share of the softmax
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2)[..., None]
+        out = out * share.to(out.dtype)
+    return out
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,10 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.placement import Placement
-from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.reading import Reading, pairs_between
-from burst_mcore.attention.route.question import (
+from burst_mcore.attention.candidates import (
+    Family,
     Question,
     Settings,
     expansion_seconds,
@@ -28,7 +26,8 @@ from burst_mcore.attention.route.question import (
     routes,
     settings_of,
 )
-from burst_mcore.attention.route.ways import Family
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.reading import Placement, Reading, pairs_between
 from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.ring import visits
 from burst_mcore.attention.schedule.route import PASSES, Route, message_bytes

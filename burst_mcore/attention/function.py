@@ -14,15 +14,7 @@ from typing import Any, NamedTuple, Never
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.backward import backward
-from burst_mcore.attention.call import Attended, Call, Keys, Queries
-from burst_mcore.attention.forward import Inputs, forward
-from burst_mcore.attention.geometry.cuts import check_keep
-from burst_mcore.attention.geometry.rows import gather
-from burst_mcore.attention.kernels.table import taking_delta
-from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
-from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.operator.agree import (
+from burst_mcore.attention.agree import (
     CallRecord,
     agree_on_backward,
     agree_on_call,
@@ -31,21 +23,30 @@ from burst_mcore.attention.operator.agree import (
     passes_of,
     refusing,
 )
-from burst_mcore.attention.operator.replay import (
+from burst_mcore.attention.backward import backward
+from burst_mcore.attention.call import Attended, Call, Keys, Queries
+from burst_mcore.attention.forward import Inputs, forward
+from burst_mcore.attention.geometry.cuts import check_keep
+from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.kernels.table import taking_delta
+from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
+from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.replay import (
     NOTHING_KEPT,
     CallId,
     Recompute,
     SavedTail,
     entered,
+    forward_of_head,
     recompute_of,
+    tail_of,
 )
-from burst_mcore.attention.operator.tail import forward_of_head, tail_of
-from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.request import Request, Tensors
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.heads import share_of_heads
-from burst_mcore.capture import refuse_capture
+from burst_mcore.packages import refuse_capture
 
 ONCE = "burst_attention can be differentiated once: its gradients have no derivative"
 
@@ -189,7 +190,7 @@ def _ring_forward(
     expansion = None if up is None else _expansion(call, up)
     if expansion and not call.latent_travels:
         k, v = expansion.expand(k, v)
-    q, k, v = (_with_rows(x, call.rows) for x in (q, k, v))
+    q, k, v = [_with_rows(x, call.rows) for x in (q, k, v)]
     inputs = Inputs(q, _keys(call, k, v, expansion), sinks)
     if tail is None or not tail.tensors:
         return forward(call, transport, inputs)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from burst_mcore.attention.operator.agree import CallRecord, agreement_of, refusing
-from burst_mcore.attention.operator.function import Saved, run_backward, run_forward
-from burst_mcore.attention.operator.replay import NOTHING_KEPT, CallId, compare, entered
+from burst_mcore.attention.agree import CallRecord, agreement_of, refusing
+from burst_mcore.attention.function import Saved, run_backward, run_forward
 from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.replay import NOTHING_KEPT, CallId, compare, entered
 from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.dtypes import wide
 

@@ -10,8 +10,8 @@ import torch
 
 from burst_mcore.agreement import DESTROYED, Agreed, Agreement
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.operator.replay import Recompute
 from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.replay import Recompute
 from burst_mcore.attention.request import Request
 from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
 from burst_mcore.attention.runtime.topology import Topology
@@ -41,17 +41,14 @@ def agreement_of(topology: Topology) -> Agreement | None:
     return communicators.agreement
 
 
-def refusing(agreement: Agreement | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context that tells the other ranks if its block fails, so that none of them waits."""
-    return contextlib.nullcontext() if agreement is None else _telling(agreement)
-
-
 @contextlib.contextmanager
-def _telling(agreement: Agreement) -> Iterator[None]:
+def refusing(agreement: Agreement | None) -> Iterator[None]:
+    """Tell the other ranks if the block fails, so that none of them waits."""
     try:
         yield
     except BaseException as error:
-        agreement.refuse(error)
+        if agreement is not None:
+            agreement.refuse(error)
         raise
 
 

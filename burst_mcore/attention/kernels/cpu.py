@@ -1,0 +1,91 @@
+"""The flash kernel that torch ships for CPUs.
+
+Its backward takes the forward's out only to form delta, so any tensor of the same rowsum serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
+from burst_mcore.attention.kernels.wrappers import NARROW, keeps_nan_where_seen, takes_any_value_dim
+
+_flash: Callable[..., Results] = torch._scaled_dot_product_flash_attention_for_cpu
+"""By torch.ops.aten this takes 2 us more."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGE = 16.0
+"""The largest log-sum-exp whose rounding in float32 is no more than that of the kernel's other steps. Scores
+of a normal distribution exceed it from 5M keys on. With 19 dq became three times less exact."""
+
+
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return [B, S, H, D] as views [B, H, S, D]."""
+    return tuple([x.transpose(1, 2) for x in tensors])
+
+
+def _supports(problem: Problem) -> str | None:
+    if problem.device != "cpu":
+        return f"tensors are on {problem.device}, not on cpu"
+    if problem.dtype not in DTYPES:
+        return f"dtype {problem.dtype}"
+    if problem.softcap:
+        return "it has no softcap"
+    return None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
+    if pattern.masked or k.shape[1] < NARROW or k.shape[3] != v.shape[3]:
+        return _CAREFUL.forward(q, k, v, pattern, scores)
+    return _plain_forward(q, k, v, pattern, scores)
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
+    mask = pattern.table_on(q.device) if pattern.masked else None
+    bias = None if mask is None else _bias(mask, q.dtype)
+    attend = partial(_flash, *heads_first(q, k, v), 0.0, pattern.causal, scale=scores.scale)
+    out, lse = attend(attn_mask=bias)
+    if q.dtype == torch.float32 and not float(torch.linalg.vector_norm(lse, torch.inf)) <= LARGE:
+        # Rounded to float32, it is too rough for a merge: see `of_parts`. Less that, which changes no output,
+        # it is small. Scores in backward keep their rounding. A table of a tile is copied for each head here.
+        rough = lse.nan_to_num(0.0, 0.0, 0.0)
+        less = -rough[..., None]
+        out, rest = attend(attn_mask=less if bias is None else bias + less)
+        lse = rough.double() + rest
+    if mask is not None:  # rows that see nothing have a lse of 0
+        lse.masked_fill_(~mask.any(1), -torch.inf)
+    return out.transpose(1, 2), lse
+
+
+def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
+    if pattern.masked or inputs.k.shape[3] != inputs.v.shape[3]:
+        return _CAREFUL.backward(inputs, pattern, scores)
+    return _plain_backward(inputs, pattern, scores)
+
+
+def _plain_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
+    assert inputs.out is not None
+    dout, q, k, v, out = heads_first(inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out)
+    mask, lse = pattern.table_on(q.device) if pattern.masked else None, inputs.lse
+    bias = None if mask is None else _bias(mask, q.dtype)
+    if mask is not None:
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # (-inf) - (-inf) is NaN
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, pattern.causal, attn_mask=bias, scale=scores.scale
+    )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that are added to the scores [M, N]."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+_PLAIN = Kernel("aten-cpu", _supports, _plain_forward, _plain_backward, abilities=Abilities(masks=True))
+_CAREFUL = takes_any_value_dim(keeps_nan_where_seen(_PLAIN))
+KERNEL = replace(_PLAIN, forward=_forward, backward=_backward)
