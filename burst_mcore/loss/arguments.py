@@ -34,12 +34,12 @@ class LossArguments(NamedTuple):
     reduction: str
     terms: dict[str, Any]
     tp_group: dist.ProcessGroup | None
-    cp_group: dist.ProcessGroup | None
-    sequence_parallel: bool
-    chunk_tokens: int | str
-    grad_weight_dtype: torch.dtype
-    main_grad: Tensor | None
-    return_metrics: bool
+    cp_group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    chunk_tokens: int | str = "auto"
+    grad_weight_dtype: torch.dtype = torch.float32
+    main_grad: Tensor | None = None
+    return_metrics: bool = False
 
 
 @dataclass(frozen=True)

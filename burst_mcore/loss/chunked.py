@@ -9,6 +9,7 @@ repaired: their logits are made again, and (g_i - c w_i) of theirs is added, at 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,10 +49,21 @@ class Head:
     grad_weight_dtype: torch.dtype
     valid_tokens: int
     """How many labels are not ignored."""
+    exact: bool = False
+    """Logits are in at least float32, see `products_for`."""
 
     @property
     def products(self) -> Products:
-        return products_for(self.weight.dtype, self.weight.device, self.terms)
+        return products_for(self.weight.dtype, self.weight.device, self.terms, self.exact)
+
+    def chunks(self, valid: Tensor) -> Iterator[slice | Tensor]:
+        """Yield the places of each chunk's tokens, all valid; found without waiting for the device."""
+        places = None
+        if self.valid_tokens < len(valid):
+            places = torch.nonzero_static(valid, size=self.valid_tokens)[:, 0]
+        for first in range(0, self.valid_tokens, self.chunk_tokens):
+            at = slice(first, min(first + self.chunk_tokens, self.valid_tokens))
+            yield at if places is None else places[at]
 
 
 class Wanted(NamedTuple):
@@ -149,25 +161,12 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
-    places = None  # else found without waiting for the device
-    if head.valid_tokens < tokens:
-        places = torch.nonzero_static(valid, size=head.valid_tokens)[:, 0]
-    chunk = LogitsChunk(head, min(head.valid_tokens, head.chunk_tokens), wanted.any_gradient)
+    chunk = LogitsChunk(head, wanted.any_gradient)
     split = None if weights is None else Weights.of(weights)
     token_losses = torch.zeros(tokens, dtype=full, device=hidden.device)
     metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
-    d_hidden = None
-    if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
-        d_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if vocabulary.group is None else full)
-    d_weight = d_bias = None
-    if wanted.weight:  # written by the first chunk
-        make = torch.empty_like if head.valid_tokens else torch.zeros_like
-        d_weight = make(head.weight, dtype=head.grad_weight_dtype, memory_format=torch.contiguous_format)
-    if wanted.bias and head.bias is not None:
-        d_bias = torch.zeros_like(head.bias, dtype=full)
-    for first in range(0, head.valid_tokens, head.chunk_tokens):
-        at: slice | Tensor = slice(first, min(first + head.chunk_tokens, head.valid_tokens))
-        at = at if places is None else places[at]
+    gradients = Gradients(hidden, head, wanted)
+    for at in head.chunks(valid):
         scale = None
         if wanted.any_gradient:
             scale = valid[at].to(full)
@@ -179,13 +178,40 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
             metrics[0, at] = (z - statistics[LSE]).where(seen, 0.0)
             metrics[1, at] = statistics[ENTROPY].where(seen, 0.0)
             metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen).to(full)
-        if d_hidden is not None:
-            rows = d_hidden.new_empty(len(at), hidden.shape[1]) if isinstance(at, Tensor) else d_hidden[at]
+        gradients.add(chunk, at, None if split is None else split.power[at])
+    return LossPass(token_losses, gradients.hidden, gradients.weight, gradients.bias, metrics)
+
+
+class Gradients:
+    """The gradients of hidden states, weight and bias that are wanted, to which each chunk adds its own."""
+
+    def __init__(self, hidden: Tensor, head: Head, wanted: Wanted) -> None:
+        self.hidden: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        full = wide(hidden.dtype)
+        if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
+            dtype = hidden.dtype if head.vocabulary.group is None else full
+            self.hidden = torch.zeros_like(hidden, dtype=dtype)
+        self._is_fresh = head.valid_tokens > 0
+        """Whether the weight's gradient holds nothing yet: the first chunk writes it."""
+        if wanted.weight:
+            make = torch.empty_like if self._is_fresh else torch.zeros_like
+            self.weight = make(
+                head.weight, dtype=head.grad_weight_dtype, memory_format=torch.contiguous_format
+            )
+        if wanted.bias and head.bias is not None:
+            self.bias = torch.zeros_like(head.bias, dtype=full)
+
+    def add(self, chunk: LogitsChunk, at: slice | Tensor, power: Tensor | None = None) -> None:
+        """Add those of a chunk, of which `at` are the places. power: of the tokens' weights."""
+        if self.hidden is not None:
+            rows = self.hidden[at] if isinstance(at, slice) else torch.empty_like(self.hidden[: len(at)])
             chunk.hidden_gradient(rows)
-            if isinstance(at, Tensor):
-                d_hidden[at] = rows
-        chunk.add_to(d_weight, d_bias, None if split is None else split.power[at], fresh=first == 0)
-    return LossPass(token_losses, d_hidden, d_weight, d_bias, metrics)
+            if not isinstance(at, slice):
+                self.hidden[at] = rows
+        chunk.add_to(self.weight, self.bias, power, fresh=self._is_fresh)
+        self._is_fresh = False
 
 
 def repair(
@@ -204,18 +230,16 @@ def repair(
         hidden: [tokens, d], of the tokens to repair.
         labels: [tokens].
         missing: [tokens] in at least float32, of any sign.
-        head: As in `forward`.
+        head: As in `forward`, of these tokens.
     """
     alpha = 2.0 ** (torch.frexp(missing.abs().max())[1].item() - 1)
     # float16 holds hidden states times 1, not times 1e-6. By a number, CUDA multiplies by its inverse.
     missing = missing / torch.full_like(missing[:1], alpha)
-    tokens = len(hidden)
     columns = head.vocabulary.columns(labels, head.ignore_index)
     valid = (labels != head.ignore_index).to(missing.dtype)
-    chunk = LogitsChunk(head, min(tokens, head.chunk_tokens), gradients=True)
+    chunk = LogitsChunk(head, gradients=True)
     split = Weights.of(missing)
-    for first in range(0, tokens, head.chunk_tokens):
-        at = slice(first, min(first + head.chunk_tokens, tokens))
+    for at in head.chunks(valid):
         chunk.run(hidden[at], columns[at], valid[at] * split.mantissa[at], False)
         chunk.add_to(d_weight, d_bias, split.power[at], alpha=alpha)
 
@@ -223,29 +247,37 @@ def repair(
 class LogitsChunk:
     """One chunk's logits, which become their gradient; the memory is used again for the next."""
 
-    def __init__(self, head: Head, tokens: int, gradients: bool) -> None:
+    def __init__(self, head: Head, gradients: bool) -> None:
         self._head, self._products = head, head.products
         self._rows = rows_for(head.weight)
         made = self._products
-        rows, columns = made.padded(tokens), head.vocabulary.rows
+        rows = made.padded(min(head.valid_tokens, head.chunk_tokens))
+        columns = head.vocabulary.rows
         self._all_logits = _aligned(rows, columns, made.logits, head.weight.device)
         self._all_gradients = self._all_logits
         if gradients and made.gradients != made.logits:
             self._all_gradients = _aligned(rows, columns, made.gradients, head.weight.device)
 
+    def logits(self, hidden: Tensor, columns: Tensor) -> Tensor:
+        """Return the logits [tokens, v], whose gradients go to `gradients`, which may be the same memory."""
+        head, made, tokens = self._head, self._products, len(hidden)
+        padded = made.padded(tokens)
+        self._padded_gradients, self.gradients = self._all_gradients[:padded], self._all_gradients[:tokens]
+        self._hidden, self._labels = hidden, columns
+        self._columns = columns
+        made.first(hidden, head.weight, head.bias, self._all_logits[:padded])
+        return self._all_logits[:tokens]
+
     def run(self, hidden: Tensor, columns: Tensor, scale: Tensor | None, metrics: bool) -> Tensor:
         """Statistics [5, tokens] of the logits; with `scale` they become scale_i dl_i/dlogits."""
-        head, made, tokens = self._head, self._products, len(hidden)
-        logits, self._gradients = self._all_logits[:tokens], self._all_gradients[:tokens]
-        self._padded_gradients = self._all_gradients[: made.padded(tokens)]
-        made.first(hidden, head.weight, head.bias, self._all_logits[: made.padded(tokens)])
+        head, made = self._head, self._products
+        logits = self.logits(hidden, columns)
         own = made.own(hidden, head.weight, head.bias, columns)
         scale = None if scale is None else scale * made.gain
         statistics: Tensor
         statistics, self._columns = self._rows(
-            logits, columns, own, scale, head.terms, head.vocabulary, self._gradients, metrics
+            logits, columns, own, scale, head.terms, head.vocabulary, self.gradients, metrics
         )
-        self._hidden, self._labels = hidden, columns
         return statistics
 
     def hidden_gradient(self, out: Tensor) -> None:
@@ -264,7 +296,7 @@ class LogitsChunk:
 
         A fresh d_weight holds nothing yet.
         """
-        dlogits, columns, labels, hidden = self._gradients, self._columns, self._labels, self._hidden
+        dlogits, columns, labels, hidden = self.gradients, self._columns, self._labels, self._hidden
         if d_weight is not None:
             if power is not None:
                 hidden = (hidden * power[:, None]).to(self._products.gradients)

@@ -149,10 +149,13 @@ class Products:
             out.index_add_(0, labels[here], (columns * weights)[here])
 
 
-def products_for(dtype: torch.dtype, device: torch.device, terms: Terms) -> Products:
-    """Return the products for hidden states and weights of this dtype on this device."""
-    if wide(dtype) == dtype:
-        return Products(dtype, dtype)
+def products_for(dtype: torch.dtype, device: torch.device, terms: Terms, exact: bool = False) -> Products:
+    """Return the products for hidden states and weights of this dtype on this device.
+
+    exact: logits, and gradients that are not in bfloat16 on CUDA, are in at least float32.
+    """
+    if wide(dtype) == dtype or (exact and (device.type != "cuda" or dtype != torch.bfloat16)):
+        return Products(wide(dtype), wide(dtype))
     if device.type == "cuda":
         largest = (1.0 + 2.0 * 64.0 * terms.z_loss) / terms.temperature  # of dlogits, about: lse <= 64
         gain = 2.0 ** math.floor(math.log2(2.0**12 / largest)) if dtype == torch.float16 else 1.0

@@ -55,7 +55,7 @@ def logits_to_gradients(
     """
     here, y = labels >= 0, labels.clamp(min=0)
     z_label = _taken(logits, here, y) if own is None else own
-    z_label = _scaled(z_label.clone(), terms).where(here, LOW)
+    z_label = scaled(z_label.clone(), terms).where(here, LOW)
     work = _Blocks(logits, labels, out, terms, vocabulary.size)
     statistics = work.statistics(metrics, scale if vocabulary.group is None else None, z_label)
     statistics = vocabulary.whole(statistics)
@@ -77,14 +77,14 @@ def _taken(logits: Tensor, here: Tensor, y: Tensor) -> Tensor:
     return logits.gather(1, y[:, None])[:, 0].to(full).where(here, 0.0)
 
 
-def _scaled(x: Tensor, terms: Terms) -> Tensor:
+def scaled(x: Tensor, terms: Terms) -> Tensor:
     """Apply cap and temperature, in place."""
     if terms.softcap is not None:
         x.div_(terms.softcap).tanh_().mul_(terms.softcap)
     return x if terms.temperature == 1.0 else x.div_(terms.temperature)
 
 
-def _slope(z: Tensor, terms: Terms) -> Tensor:
+def slope(z: Tensor, terms: Terms) -> Tensor:
     """dz/dlogits times the temperature, in place of z: 1 - tanh^2."""
     assert terms.softcap is not None
     return z.mul_(terms.temperature / terms.softcap).square_().neg_().add_(1.0)
@@ -96,7 +96,7 @@ def _columns(z_label: Tensor, lse: Tensor, scale: Tensor, terms: Terms, vocabula
         p = p * (1.0 + 2.0 * terms.z_loss * lse)
     smooth = terms.label_smoothing
     gradient = (p - (1.0 - smooth) - smooth / vocabulary) * (scale / terms.temperature)
-    return gradient if terms.softcap is None else gradient * _slope(z_label.clone(), terms)
+    return gradient if terms.softcap is None else gradient * slope(z_label.clone(), terms)
 
 
 class _Blocks:
@@ -172,7 +172,7 @@ class _Blocks:
         if terms.label_smoothing:
             p.sub_((scale * (terms.label_smoothing / self._vocabulary))[:, None])
         if terms.softcap is not None:
-            p.mul_(_slope(z, terms))
+            p.mul_(slope(z, terms))
         out = self._out[rows]
         if out.data_ptr() != p.data_ptr():
             out.copy_(p)
@@ -184,7 +184,7 @@ class _Blocks:
         logits, terms = self._logits[rows], self._terms
         if logits.dtype == self._full and terms.softcap is None and terms.temperature == 1.0:
             return logits
-        z = _scaled(self._take(0, logits).copy_(logits), terms)
+        z = scaled(self._take(0, logits).copy_(logits), terms)
         if terms.softcap is not None:
             self._to_labels(z, rows, LOW)
         return z
@@ -192,7 +192,7 @@ class _Blocks:
     def _sum(self, rows: slice) -> Tensor:
         """Return the sums [rows] of z without the labels'."""
         z = self._take(1, self._logits[rows]).copy_(self._logits[rows])
-        z = _scaled(z, self._terms)
+        z = scaled(z, self._terms)
         self._to_labels(z, rows, 0.0)
         return z.sum(1)
 

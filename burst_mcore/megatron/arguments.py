@@ -13,6 +13,7 @@ from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Policy, Segment
 from burst_mcore.config import SETTINGS, BurstConfig
+from burst_mcore.megatron.rules import Settings, judge, of_recompute
 from burst_mcore.rates import Rates
 from burst_mcore.words import REMOVED
 
@@ -36,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name in SETTINGS:
         group.add_argument(flag_of(name), **_argument(name))
     for name in REMOVED:
-        flag = f"--burst-{name.replace('_', '-')}"
-        group.add_argument(flag, type=partial(_removed, name), help=argparse.SUPPRESS)
+        group.add_argument(flag_of(name), type=partial(_removed, name), help=argparse.SUPPRESS)
     group.add_argument(
         "--burst-rates",
         nargs=3,
@@ -93,57 +93,16 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
     Raises:
         ValueError: flags that contradict each other, or that Megatron's would leave without effect.
     """
-    name: str | None = getattr(arguments, "burst_recompute", None)
-    keep: float | str | None = getattr(arguments, "burst_recompute_keep", None)
-    memory_gb = getattr(arguments, "burst_recompute_memory_gb", None)
-    offload = getattr(arguments, "burst_recompute_offload", False)
-    if (keep is None) == (name == "segment"):
-        raise ValueError(
-            "--burst-recompute segment and --burst-recompute-keep F go together, got --burst-recompute "
-            f"{name} and --burst-recompute-keep {keep}"
-        )
-    if (memory_gb is None) == (keep == "auto"):
-        raise ValueError(
-            "--burst-recompute-keep auto and --burst-recompute-memory-gb GB go together, got "
-            f"--burst-recompute-keep {keep} and --burst-recompute-memory-gb {memory_gb}"
-        )
-    if name is None or name == "full":
-        if offload:
-            raise ValueError(
-                "--burst-recompute-offload is for --burst-recompute attention or segment, got "
-                f"--burst-recompute {name}, which keeps nothing"
-            )
+    judge(of_recompute(Settings(arguments, uses_burst=uses_burst(arguments))))
+    name, keep = (getattr(arguments, f"burst_{x}", None) for x in ("recompute", "recompute_keep"))
+    if name in (None, "full"):
         return Full()
-    if not uses_burst(arguments):
-        raise ValueError(
-            f"--burst-recompute {name} needs --context-parallel-attention-backend burst: other attention "
-            "keeps nothing"
-        )
-    granularity, modules = arguments.recompute_granularity, arguments.recompute_modules
-    if granularity is None:
-        raise ValueError(
-            f"--burst-recompute {name} would have no effect: without --recompute-granularity nothing is "
-            "checkpointed"
-        )
-    if granularity == "selective" and modules is not None and "core_attn" not in modules:
-        raise ValueError(
-            f"--burst-recompute {name} would have no effect: --recompute-granularity selective with "
-            f"--recompute-modules {' '.join(modules)} does not recompute attention (core_attn)"
-        )
-    policy = KeepAttention() if keep is None else Segment(keep, memory_gb)
-    return Offload(policy) if offload else policy
+    policy = KeepAttention() if keep is None else Segment(keep, arguments.burst_recompute_memory_gb)
+    return Offload(policy) if arguments.burst_recompute_offload else policy
 
 
 def burst_config(arguments: argparse.Namespace) -> BurstConfig:
-    """Return the configuration of the flags.
-
-    Raises:
-        ValueError: as `BurstConfig`, or Megatron is asked for masks that burst attention would not see.
-    """
-    if getattr(arguments, "reset_attention_mask", False):
-        raise ValueError(
-            "burst attention does not support --reset-attention-mask: pack the documents (PackedSeqParams)"
-        )
+    """Return the configuration of the flags. Raises ValueError as `BurstConfig`."""
     return BurstConfig(**{name: setting(arguments, name) for name in SETTINGS})
 
 
@@ -159,18 +118,8 @@ def mla_latent(arguments: argparse.Namespace) -> str:
 
 
 def given_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Return the flags of these fields that the command line has, with any value."""
+    """Return the flags of these options that the command line has, with any value."""
     return [flag_of(name) for name in names if getattr(arguments, f"burst_{name}", None) is not None]
-
-
-def options_without_effect(arguments: argparse.Namespace) -> str | None:
-    """Return a flag that only burst attention reads, if burst attention is not chosen."""
-    if uses_burst(arguments):
-        return None
-    for name in ("rates", "mla_latent"):
-        if getattr(arguments, f"burst_{name}", None):
-            return f"--burst-{name.replace('_', '-')}"
-    return next(iter(given_flags(arguments, *SETTINGS)), None)
 
 
 def uses_burst(arguments: argparse.Namespace) -> bool:
@@ -221,8 +170,8 @@ def _share(text: str) -> float | str:
 
 
 def flag_of(name: str) -> str:
-    """Megatron's flag for a field of BurstConfig; a switch turns off what is on by default."""
-    off = SETTINGS[name].default is True
+    """Megatron's flag for a field of BurstConfig, or another option; it turns off what is on by default."""
+    off = name in SETTINGS and SETTINGS[name].default is True
     return f"--burst-{'no-' * off}{name.replace('_', '-')}"
 
 

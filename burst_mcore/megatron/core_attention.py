@@ -11,15 +11,12 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -35,21 +32,20 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
+from burst_mcore.megatron import rules
 from burst_mcore.megatron.arguments import from_command_line, packed_of
-from burst_mcore.megatron.asked import (
-    configured,
-    refusal,
-    refuse_dense_mask,
-    softmax_offset,
-    with_kernel,
-)
+from burst_mcore.megatron.asked import configured, refuse_dense_mask, softmax_offset, with_kernel
 from burst_mcore.megatron.latent import hand_over_latents
-from burst_mcore.megatron.layouts import ZIGZAG, deal_sequences_alone, layout_of_packed, refuse_other_layout
+from burst_mcore.megatron.layouts import (
+    deal_sequences_alone,
+    layout_of_packed,
+    refuse_assumed_zigzag,
+    refuse_other_layout,
+)
 from burst_mcore.megatron.packed import Packing, packing, roll_within_slots
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
 from burst_mcore.rates import Rates
 from burst_mcore.rollouts.megatron import mask_of_call
-from burst_mcore.wrap import wrap
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
@@ -96,22 +92,25 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         mla_latent: str = "off",
     ) -> None:
         super().__init__(config=config)
-        self.layer_number = layer_number
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        asked = {"attention_type": attention_type, "attention_dropout": dropout}
+        rules.judge(rules.of_layer(config, mla_latent, **asked), f"layer {layer_number}: ")
+        self.layer_number, self.mla_latent = layer_number, mla_latent
         self.attn_mask_type = _legal(attn_mask_type, layer_number)
         self.window = _window(config, layer_number)
         head_dim = k_channels if k_channels is not None else config.kv_channels
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
-        self.mla_latent = mla_latent
-        self._refuse_unsupported(attention_type, attention_dropout)
         self._asked, self.cp_comm_type, self._rates = burst_config or BurstConfig(), cp_comm_type, rates
         self._head_dims = head_dim, head_dim if v_channels is None else v_channels
+        self._keeps_largest = any(getattr(config, x, False) for x in ("qk_clip", "log_max_attention_logit"))
         self.softmax_offset = softmax_offset(config, pg_collection)
         self.up_weight: Callable[[], Tensor] | None = None
         """Returns the weights [H, R, Dk + Dv] of a layer that gives its latent and rope key for K and V."""
         if mla_latent != "off":
             hand_over_latents()
+        if getattr(config, "mtp_num_layers", None):
+            roll_within_slots()
         follow_groups()
-        roll_within_slots()
         # Last: these may make communicators.
         self._topologies: dict[Any, Topology] = {}
         self._pg_collection = pg_collection
@@ -126,10 +125,9 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         burst = configured(self._asked, self.config, cp_comm_type, size)
         if size > 1:
             deal_sequences_alone()
-            refuse_other_layout(burst.layout, self.config)
+            refuse_other_layout(burst.layout)
+            refuse_assumed_zigzag(self.config)
             _refuse_other_packing()
-            for module in (Attention, MultiLatentAttention):
-                wrap(module, "forward", _refusing_a_cache)
         topology = self._topology_over(group, burst, levels)
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         try:
@@ -174,57 +172,59 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         """
         if attention_bias is not None:
             raise ValueError(f"layer {self.layer_number}: burst attention takes no attention bias")
-        is_packed = self._is_packed(packed_seq_params)
         kind = self.attn_mask_type if attn_mask_type is None else _legal(attn_mask_type, self.layer_number)
-        if kind in PADDING and not is_packed:
+        topology = self._topology_of_call(packed_seq_params)
+        packed = None
+        if packed_seq_params is not None:
+            packed = self._packing(packed_seq_params, query.shape[0] * topology.size, topology.size)
+        if packed is None and kind in PADDING:
             raise ValueError(
                 f"layer {self.layer_number}: mask type {kind} needs packed sequences (PackedSeqParams of "
                 f"format thd), which say what is padding; without padding use causal or no_mask"
             )
-        topology = self._topology_of_call(packed_seq_params)
-        if query.shape[0] != key.shape[0] and not is_packed:
+        if packed is None and query.shape[0] != key.shape[0]:
             return self._decode(query, key, value, attention_mask, topology)
         if topology.size > 1:
-            refuse_other_layout(self.burst_config.layout, self.config)
-        n = query.shape[0] * topology.size
+            refuse_other_layout(self.burst_config.layout)
         mask, config = Mask.causal() if kind in CAUSAL else Mask.full(), self.burst_config
         if attention_mask is not None:
-            self._refuse_other_mask(attention_mask, mask, n, topology, is_packed)
-        if is_packed:
-            found = self._packing(packed_seq_params, n, topology.size)
-            mask, config = mask & found.documents, replace(config, layout=found.layout)
-        q, k, v = (_batch_first(x, is_packed) for x in (query, key, value))
-        keys: dict[str, Any] = {"k": k, "v": v}
+            self._refuse_other_mask(attention_mask, mask, query.shape[0], topology, packed is not None)
+        if packed is not None:
+            mask, config = mask & packed.documents, replace(config, layout=packed.layout)
+        seen = mask & self.window
+        if packed_seq_params is not None:
+            seen = mask_of_call(packed_seq_params, seen, self.window)
+        q, k, v = (_batch_first(x, packed is not None) for x in (query, key, value))
+        # Only there: compiled, layers that say their number are code of their own.
+        with of_layer(f"layer {self.layer_number}") if entered.in_checkpoint else contextlib.nullcontext():
+            out = burst_attention(
+                q,
+                **self._keys(k, v),
+                topology=topology,
+                mask=seen,
+                config=config,
+                softmax_scale=self.softmax_scale,
+                sinks=self.softmax_offset,
+                return_max_logit=self._keeps_largest,
+            )
+        if self._keeps_largest:
+            out, largest = out
+            before = self.current_max_attn_logits
+            self.current_max_attn_logits = largest if before is None else largest.maximum(before)
+        assert isinstance(out, Tensor)
+        return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
+
+    def _keys(self, k: Tensor, v: Tensor) -> dict[str, Any]:
+        """Return K and V, or the latent that both are made of, as arguments of burst_attention."""
         if self.up_weight:
             rope_key = v[..., -self.config.qk_pos_emb_head_dim :]
-            keys = {"latent": Latent(k[:, :, 0], rope_key, self.up_weight(), self.mla_latent)}
-        elif self.mla_latent == "on" and self.training:
+            return {"latent": Latent(k[:, :, 0], rope_key, self.up_weight(), self.mla_latent)}
+        if self.mla_latent == "on" and self.training:
             raise ValueError(
                 f"layer {self.layer_number}: --burst-mla-latent on needs the latent, and this layer gave "
                 f"K and V: its class replaces how MLASelfAttention makes them; use auto or off"
             )
-        # Only there: compiled, layers that say their number are code of their own.
-        with of_layer(f"layer {self.layer_number}") if entered.in_checkpoint else contextlib.nullcontext():
-            seen = mask_of_call(packed_seq_params, mask & self.window, self.window)
-            asked: dict[str, Any] = {"topology": topology, "mask": seen, "config": config}
-            asked["softmax_scale"] = self.softmax_scale
-            if not any(getattr(self.config, name, False) for name in ("qk_clip", "log_max_attention_logit")):
-                out = burst_attention(q, **keys, sinks=self.softmax_offset, **asked)
-            else:
-                asked["return_max_logit"] = True
-                out, largest = burst_attention(q, **keys, sinks=self.softmax_offset, **asked)
-                before = self.current_max_attn_logits
-                self.current_max_attn_logits = largest if before is None else largest.maximum(before)
-        assert isinstance(out, Tensor)
-        return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
-
-    def _refuse_unsupported(self, attention_type: str, dropout: float | None) -> None:
-        """ValueError for what a model may ask of its core attention and this one does not do."""
-        what = refusal(self.config, dropout, self.mla_latent)
-        if attention_type != "self":
-            what = f"attention of type {attention_type!r}, it does self attention"
-        if what is not None:
-            raise ValueError(f"layer {self.layer_number}: burst attention does not support {what}")
+        return {"k": k, "v": v}
 
     def sharded_state_dict(
         self,
@@ -265,37 +265,10 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         out = attend_to_cache(q, k, v, allowed, Scores(self.softmax_scale), self.softmax_offset)
         return out.transpose(0, 1).flatten(2)
 
-    def _is_packed(self, params: Any) -> bool:
-        """Return whether q, k and v are [tokens, heads, dim] of documents; ValueError if that is unclear."""
-        if params is None or params.qkv_format == "thd":
-            return params is not None
-        if params.qkv_format != "sbhd":
-            raise ValueError(
-                f"layer {self.layer_number}: qkv_format of packed_seq_params must be 'thd', or 'sbhd' for "
-                f"one whole sequence, got {params.qkv_format!r}"
-            )
-        if params.cu_seqlens_q is not None and params.cu_seqlens_q.numel() > 2:
-            raise ValueError(
-                f"layer {self.layer_number}: packed documents must come in the format thd, but qkv_format is "
-                f"'sbhd' with {params.cu_seqlens_q.numel() - 1} documents in cu_seqlens_q"
-            )
-        return False
-
-    def _packing(self, params: Any, n: int, size: int) -> Packing:
-        is_whole = layout_of_packed() is not None
-        if size > 1 and self.burst_config.layout != ZIGZAG and not is_whole:
-            raise ValueError(
-                f"layer {self.layer_number}: layout {self.burst_config.layout} does not go with packed "
-                f"sequences, whose documents Megatron deals zigzag: use zigzag"
-            )
-        mode = getattr(params, "cp_partition_mode", None) or "zigzag"
-        if size > 1 and mode != "zigzag":
-            raise ValueError(
-                f"layer {self.layer_number}: packed_seq_params have cp_partition_mode {mode!r}: burst "
-                f"attention takes packed documents that are dealt zigzag"
-            )
+    def _packing(self, params: Any, n: int, size: int) -> Packing | None:
+        """Return the documents of a call's tensors; None if there are none."""
         try:
-            return packing(params, n, size)
+            return packing(params, n, size, self.burst_config.layout)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_number}: {error}") from error
 
@@ -324,8 +297,9 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         return self._topologies[group]
 
     def _refuse_other_mask(
-        self, attention_mask: Tensor, mask: Mask, n: int, topology: Topology, is_packed: bool
+        self, attention_mask: Tensor, mask: Mask, rows: int, topology: Topology, is_packed: bool
     ) -> None:
+        """ValueError unless Megatron's mask says the same as `mask`; checked once for all layers."""
         global _last_checked
         if is_packed:
             raise ValueError(
@@ -335,9 +309,9 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         checked = None if _last_checked is None else (_last_checked[0](), *_last_checked[1:])
         if checked is not None and checked[0] is attention_mask and checked[1:] == (mask, topology):
             return  # the layers of a model get the same tensor
+        n = rows * topology.size
         if self.training:  # a prompt's mask is Megatron's own, and there is no way to go without
             refuse_dense_mask(f"layer {self.layer_number}: attention_mask", n)
-        rows = n // topology.size
         if attention_mask.shape[-2:] != (rows, n):
             raise ValueError(
                 f"layer {self.layer_number}: attention_mask must be [..., {rows}, {n}] (local queries "
@@ -361,30 +335,6 @@ def _refuse_other_packing() -> None:
             "burst_mcore.megatron.layouts.use_layout(layout, packed='whole') before the model is built (the "
             "launcher and the patches do)"
         )
-
-
-def _refusing_a_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the forward of an attention module: an inference context under context parallelism is refused.
-
-    Core attention sees the keys alone: those of a prompt look like a shard of a sequence.
-    """
-    parameters = list(signature(forward).parameters)
-    names = ("inference_context", "inference_params")
-    places = {name: parameters.index(name) - 1 for name in names if name in parameters}
-
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        core = getattr(self, "core_attention", None)
-        if isinstance(core, BurstCoreAttention) and core.topology.size > 1:
-            by_place = (args[place] for place in places.values() if place < len(args))
-            by_name = (kwargs.get(name) for name in places)
-            if any(context is not None for context in (*by_place, *by_name)):
-                raise ValueError(
-                    f"layer {core.layer_number}: burst attention does not generate with a cache under "
-                    f"context parallelism: generate at --context-parallel-size 1"
-                )
-        return forward(self, *args, **kwargs)
-
-    return refusing
 
 
 def _batch_first(x: Tensor, is_packed: bool) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.loss import fused_linear_cross_entropy
+from burst_mcore.megatron.rules import Settings, judge, of_fused_loss
 from burst_mcore.wrap import around, wrap
 
 
@@ -46,23 +47,9 @@ def fuse_loss(model: Any) -> None:
     """
     if not model.post_process or isinstance(getattr(model, "_burst_loss", None), _FusedLoss):
         return
-    reason = refusal(model.config)
-    if reason is not None:
-        raise ValueError(f"--burst-fused-loss does not go with {reason}")
-    if getattr(model.output_layer, "gtp_remat_size", 1) > 1:
-        raise ValueError("--burst-fused-loss does not go with an output layer that is dealt (gtp_remat)")
+    remat = getattr(model.output_layer, "gtp_remat_size", 1)
+    judge(of_fused_loss(Settings(model.config, gtp_remat_size=remat)))
     object.__setattr__(model, "_burst_loss", _FusedLoss(model))  # no submodule: it refers to the model
-
-
-def refusal(config: Any) -> str | None:
-    """Return the setting of a TransformerConfig that the fused loss excludes, and what to do instead."""
-    if getattr(config, "cross_entropy_loss_fusion", False):
-        return "--cross-entropy-loss-fusion: both replace the loss, drop one"
-    if getattr(config, "defer_embedding_wgrad_compute", False):
-        return "--defer-embedding-wgrad-compute: the gradient of the head is made with the loss"
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return "--overlap-moe-expert-parallel-comm: its schedule calls the head by another way"
-    return None
 
 
 class _Given(NamedTuple):

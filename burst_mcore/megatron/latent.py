@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from burst_mcore.megatron.patched.groups import has_cache
 from burst_mcore.wrap import around, wrap
 
 
@@ -32,16 +32,12 @@ def hand_over_latents() -> None:
     wrap(MLASelfAttention, "get_query_key_value_tensors", _handing_over)
 
 
-_signature = functools.cache(inspect.signature)
-
-
 @around
 def _handing_over(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the function of a layer that makes its query, key and value."""
-    arguments = _signature(original).bind(self, *args, **kwargs).arguments
-    cached = any(arguments.get(name) is not None for name in ("inference_context", "inference_params"))
     if getattr(self.core_attention, "mla_latent", "off") == "off":
         return original(self, *args, **kwargs)
+    cached = has_cache(original, self, *args, **kwargs)
     self.core_attention.up_weight = None if cached else functools.partial(_weight, self)
     if cached:
         return original(self, *args, **kwargs)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from burst_mcore.layout import NAMES, Layout, positions, shard
+from burst_mcore.megatron.rules import Settings, judge, of_dealing
 from burst_mcore.wrap import around, wrap, wrap_everywhere
 
 T = TypeVar("T")
@@ -121,13 +122,8 @@ def layout_of_packed() -> Layout | None:
     return _in_effect.layout if _in_effect.packed == "whole" else None
 
 
-def refuse_other_layout(layout: Layout | str, config: Any) -> None:
-    """ValueError where a core attention of this layout and this model would see wrong positions.
-
-    Args:
-        layout: the core attention's.
-        config: the model's TransformerConfig.
-    """
+def refuse_other_layout(layout: Layout | str) -> None:
+    """ValueError where a core attention of this layout would see the tokens, and positions, of another."""
     if layout != _in_effect.layout:
         raise ValueError(
             f"burst attention expects layout {layout}, but Megatron deals sequences and rotary positions "
@@ -135,23 +131,13 @@ def refuse_other_layout(layout: Layout | str, config: Any) -> None:
             f"burst_mcore.megatron.layouts.use_layout('{layout}') before the model is built (the launcher "
             f"does for --burst-layout), and give both the same layout"
         )
-    refuse_assumed_zigzag(_in_effect, config)
 
 
-def refuse_assumed_zigzag(dealing: Dealing, config: Any) -> None:
-    """ValueError where something that a TransformerConfig, or the arguments, ask for assumes zigzag."""
-    if dealing == STOCK:
-        return
-    variant = getattr(config, "experimental_attention_variant", None)
-    assuming = {
-        "multi-token prediction (--mtp-num-layers)": getattr(config, "mtp_num_layers", None),
-        "fused rope (pass --no-rope-fusion)": getattr(config, "apply_rope_fusion", False),
-        f"--experimental-attention-variant {variant}": variant,
-    }
-    for what, is_asked in assuming.items():
-        if is_asked:
-            advice = dealing.instead()
-            raise ValueError(f"{what} assumes documents dealt zigzag, but {dealing} is set: {advice}")
+def refuse_assumed_zigzag(config: Any, dealing: Dealing | None = None) -> None:
+    """ValueError where a configuration, or arguments, ask for what assumes zigzag beside another dealing."""
+    dealing = dealing or _in_effect
+    if dealing != STOCK:
+        judge(of_dealing(Settings(config, dealing=dealing)))
 
 
 def deal_sequences_alone() -> None:

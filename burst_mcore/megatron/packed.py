@@ -31,8 +31,10 @@ class Packing:
     """How the context-parallel ranks hold them."""
 
 
-def packing(params: Any, tokens: int, size: int) -> Packing:
+def packing(params: Any, tokens: int, size: int, layout: Layout | str = ZIGZAG) -> Packing | None:
     """Return the documents of a packed batch of `tokens` tokens over `size` context-parallel ranks.
+
+    None unless params are of packed tokens (thd). layout: of sequences.
 
     The tensors are read once for each batch, not for each layer: to read a CUDA tensor is to wait for it.
     Tokens behind the last document are padding.
@@ -43,14 +45,47 @@ def packing(params: Any, tokens: int, size: int) -> Packing:
 
     Raises:
         ValueError: cu_seqlens that are not legal, or differ between queries and keys, or do not go with the
-            number of tokens or ranks.
+            number of tokens or ranks; another format or dealing.
     """
+    if not _is_packed(params):
+        return None
+    if size > 1:
+        _refuse_other_dealing(layout, getattr(params, "cp_partition_mode", None) or "zigzag")
     given = [getattr(params, name, None) for name in CU_SEQLENS]
     for name, x in zip(CU_SEQLENS, given, strict=True):
         if not (isinstance(x, Tensor) or (x is None and name != CU_SEQLENS[0])):
             raise ValueError(f"{name} of packed sequences must be a tensor of integers, got {x!r}")
     place = tokens, size, layout_of_packed()
     return made_once(_PACKINGS, given, place, lambda: _packing(given, tokens, size))
+
+
+def _is_packed(params: Any) -> bool:
+    """Return whether q, k and v are [tokens, heads, dim] of documents; ValueError if that is unclear."""
+    ends = params.cu_seqlens_q
+    if params.qkv_format not in ("thd", "sbhd"):
+        raise ValueError(
+            f"qkv_format of packed_seq_params must be 'thd', or 'sbhd' for one whole sequence, got "
+            f"{params.qkv_format!r}"
+        )
+    if params.qkv_format == "sbhd" and ends is not None and ends.numel() > 2:
+        raise ValueError(
+            f"packed documents must come in the format thd, but qkv_format is 'sbhd' with "
+            f"{ends.numel() - 1} documents in cu_seqlens_q"
+        )
+    return bool(params.qkv_format == "thd")
+
+
+def _refuse_other_dealing(layout: Layout | str, mode: str) -> None:
+    if layout != ZIGZAG and layout_of_packed() is None:
+        raise ValueError(
+            f"layout {layout} does not go with packed sequences, whose documents Megatron deals zigzag: use "
+            f"zigzag"
+        )
+    if mode != "zigzag":
+        raise ValueError(
+            f"packed_seq_params have cp_partition_mode {mode!r}: burst attention takes packed documents that "
+            f"are dealt zigzag"
+        )
 
 
 def roll_within_slots() -> None:

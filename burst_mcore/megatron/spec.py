@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_mcore.config import BurstConfig
 from burst_mcore.megatron import arguments
+from burst_mcore.megatron.asked import use_burst
 from burst_mcore.megatron.core_attention import BurstCoreAttention
 
 STOCK = (DotProductAttention, TEDotProductAttention)
@@ -34,12 +35,15 @@ STOCK = (DotProductAttention, TEDotProductAttention)
 def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str | None = None) -> ModuleSpec:
     """Return the spec of the core attention alone; without a config, as the command line says.
 
+    The command line is then judged, and put in effect: a launcher or a patch may have done so before.
+
     mla_latent: "on", "off" or "auto", as --burst-mla-latent; None: as the command line says, or "off" beside
         a config.
     """
     if burst_config is not None:
         params = {"burst_config": burst_config, "mla_latent": mla_latent or "off"}
         return ModuleSpec(module=BurstCoreAttention, params=params)
+    arguments.from_command_line(use_burst, None)
     params = {
         "burst_config": arguments.from_command_line(arguments.burst_config, BurstConfig()),
         "rates": arguments.from_command_line(arguments.rates_of, None),
@@ -69,37 +73,50 @@ def with_burst_attention(
 ) -> Any:
     """Return a copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention in it.
 
+    Burst attention that is in it already stays as it is, unless options are given here.
+
     Raises:
-        ValueError: nowhere in the spec is one of Megatron's own core attentions.
+        ValueError: no core attention of Megatron's own is in the spec, or one that needs TransformerEngine; a
+            command line that asks for what burst attention does not do.
     """
+    if getattr(spec, "core_attention", None) is TEDotProductAttention and not HAVE_TE:
+        raise ValueError(
+            "this model's spec is of TransformerEngine's modules, which is not installed: add --spec "
+            "burst_mcore.megatron.spec burst_hybrid_stack_spec, or use the patch with --options"
+        )
     burst = core_attention_spec(burst_config, mla_latent)
-    result = _replaced(spec, burst)
+    result = _replaced(spec, burst, keeps=burst_config is None and mla_latent is None)
     if result is spec:
         raise ValueError(f"no core attention of Megatron's own to replace in this spec: {spec}")
     return result
 
 
-def _replaced(node: Any, burst: ModuleSpec) -> Any:
-    """`node` with `burst` for each core attention within; the very same object if there is none."""
-    if any(node is stock for stock in STOCK):
+def _replaced(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
+    """`node` with `burst` for each core attention within; the very same object if there is none.
+
+    keeps: what is burst attention already is copied.
+    """
+    module = node.module if isinstance(node, ModuleSpec) else node
+    if any(module is stock for stock in STOCK):
         return burst
-    if isinstance(node, ModuleSpec) and node.module in (*STOCK, BurstCoreAttention):
-        return burst
+    if module is BurstCoreAttention:
+        own = dataclasses.replace(node) if isinstance(node, ModuleSpec) else ModuleSpec(module=module)
+        return own if keeps else burst
     if isinstance(node, FromArguments):
-        return _replaced(node.resolve(), burst)
+        return _replaced(node.resolve(), burst, keeps)
     if isinstance(node, functools.partial):
         parts = (node.func, *node.args), node.keywords
-        (func, *args), keywords = replaced = _replaced(parts, burst)
+        (func, *args), keywords = replaced = _replaced(parts, burst, keeps)
         return node if replaced is parts else functools.partial(func, *args, **keywords)
     if isinstance(node, dict):
-        replaced = {key: _replaced(value, burst) for key, value in node.items()}
+        replaced = {key: _replaced(value, burst, keeps) for key, value in node.items()}
         return node if all(replaced[key] is node[key] for key in node) else replaced
     if isinstance(node, list | tuple):
-        replaced = [_replaced(value, burst) for value in node]
+        replaced = [_replaced(value, burst, keeps) for value in node]
         return node if all(x is y for x, y in zip(replaced, node, strict=True)) else type(node)(replaced)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
-        replaced = _replaced(fields, burst)
+        replaced = _replaced(fields, burst, keeps)
         return node if replaced is fields else dataclasses.replace(node, **replaced)
     return node
 

@@ -3,14 +3,13 @@
 parallel   parallelize, and what a loop asks of the ranks that share sequences
 reduction  who reduces gradients over those ranks, and by which factor
 accelerate Accelerate and the Trainer with cp_size: burst in the place of torch's ring
-statistics log-probabilities and entropies of labels, with gradients of both, without logits
 
 `import torch` in these files is the library: imports are absolute.
 """
 
+from burst_mcore.loss.statistics import TokenStats, token_statistics
 from burst_mcore.torch.accelerate import replace_context_parallel, restore_context_parallel
 from burst_mcore.torch.parallel import ContextParallel, parallelize
-from burst_mcore.torch.statistics import TokenStats, token_statistics
 from burst_mcore.transformers.errors import RefusedError
 
 __all__ = [

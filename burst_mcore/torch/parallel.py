@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,16 +17,18 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions
+from burst_mcore.loss.causal_lm import patch_of
+from burst_mcore.loss.statistics import TokenStats, divisors_of, statistics_of_call
 from burst_mcore.loss.whole import WholeTokens, whole_mean
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts import Folded
 from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
-from burst_mcore.torch.statistics import TokenStats, divisors_of, returning_statistics
 from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
 from burst_mcore.transformers.models.served import is_of_transformers
 from burst_mcore.transformers.prepare import SEQUENCE, fingerprint, prepare_model
+from burst_mcore.wrap import while_set
 
 T = TypeVar("T")
 POLICIES: dict[str, Policy | None] = {
@@ -183,7 +186,10 @@ class ContextParallel:
             "cp.token_stats",
             lambda: on_all_ranks(lambda: self._labels(model, batch, temperature), self.group),
         )
-        with returning_statistics(self.model, temperature):
+        patched = patch_of(self.model)
+        if patched is None:
+            raise RefusedError("loss", "the model's loss is not fused: write parallelize(..., loss='fused')")
+        with while_set(patched[1], compute=partial(statistics_of_call, temperature)):
             found: Tensor = model(**batch)
         return TokenStats(*found.view(2, *labels.shape))
 

@@ -352,9 +352,13 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
         (["--burst-no-overlap"], {}, "--burst-no-overlap has no effect"),
         (["--burst-rates", "1", "1", "1"], {}, "--burst-rates has no effect"),
         (["--burst-mla-latent", "off"], {}, "--burst-mla-latent has no effect"),
-        (LATENT, {}, "--burst-mla-latent with layers that have no latent .add --multi"),
+        (LATENT, {}, "--burst-mla-latent does not support layers that have no latent .add --multi"),
         (LATENT, {**MLA, "apply_rope_fusion": True}, "fused rope .pass --no-rope-fusion"),
-        (LATENT, {**MLA, "fp8": "e4m3"}, "--burst-mla-latent with FP8 or FP4 weights .or pass off"),
+        (
+            LATENT,
+            {**MLA, "fp8": "e4m3"},
+            "--burst-mla-latent does not support FP8 or FP4 weights .or pass off",
+        ),
         (
             LATENT,
             {**MLA, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
@@ -384,8 +388,12 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
             "multi-token prediction .*but layout striped is set",
         ),
         (BURST, {"seq_length": 66}, "--seq-length 66 is no multiple of 4"),
-        (BURST, {"flash_decode": True}, "--flash-decode goes past core attention"),
-        ([*BURST, "--burst-layout", "striped"], {"sft": True}, "striped does not go with --sft"),
+        (BURST, {"flash_decode": True}, "--flash-decode, which goes past core attention: generate at"),
+        (
+            [*BURST, "--burst-layout", "striped"],
+            {"sft": True},
+            "--sft assumes documents dealt zigzag, but layout striped is set: use zigzag",
+        ),
         (
             [*BURST, "--burst-kernel", "reference"],
             {"attention_backend": "flash"},

@@ -48,7 +48,10 @@ def _refusals():
         ({"attention_dropout": 0.1}, "attention dropout 0.1.*--attention-dropout 0"),
         ({"attention_type": "cross"}, "cross"),
         ({"window_size": (-2, 0)}, "window left"),
-        ({"softmax_type": "off-by-two"}, "softmax_type vanilla, off-by-one, learnable, got 'off-by-two'"),
+        (
+            {"softmax_type": "off-by-two"},
+            "softmax_type 'off-by-two': legal are vanilla, off-by-one, learnable",
+        ),
         ({"mask_type": AttnMaskType.arbitrary}, "causal and no_mask.*got .*arbitrary"),
     ]
     for fields, words in cases:
@@ -421,6 +424,7 @@ def _specs():
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from burst_mcore.megatron.core_attention import BurstCoreAttention
+    from burst_mcore.megatron.patched import hooks
     from burst_mcore.megatron.spec import with_burst_attention
 
     stock = gpt_layer_specs.get_gpt_layer_local_spec()
@@ -432,6 +436,9 @@ def _specs():
     again = with_burst_attention(copy.deepcopy(ours[0]), BurstConfig(backward="kv"))
     core = again.submodules.self_attention.submodules.core_attention
     assert core.params["burst_config"].backward == "kv"
+    (kept,) = with_burst_attention([again])
+    assert kept.submodules.self_attention.submodules.core_attention == core  # without options it stays
+    assert hooks.with_burst_attention is with_burst_attention  # what patched lines of Megatron import
     if VERSION >= (0, 19):
         # Its modules are TransformerEngine's, or stand-ins for them where that is not installed.
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

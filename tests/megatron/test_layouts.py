@@ -154,7 +154,7 @@ def test_what_assumes_zigzag_is_refused():
 def test_what_is_to_be_dropped_is_what_is_set(layout, packed, words, field):
     dealing = layouts.Dealing(Layout(layout), packed)
     with pytest.raises(ValueError, match=f"assumes documents dealt zigzag, but {dealing} is set: {words}$"):
-        layouts.refuse_assumed_zigzag(dealing, Namespace(**{field: "gdn"}))
+        layouts.refuse_assumed_zigzag(Namespace(**{field: "gdn"}), dealing)
 
 
 class _Assuming(torch.nn.Module):

@@ -110,7 +110,7 @@ class Plan:
         """Local rows of a position."""
         self.bands = mask.bands(n)
         self.by_class = mask.stride > 1 and self._fine()
-        """Whether pieces count rows in the order of classes (`geometry.classes`)."""
+        """Whether pieces count rows in the order of classes (`geometry.reading`)."""
         if self.by_class:
             self.bands = in_classes(self.bands, mask.stride, self.rows * self.size)
         self.cache: dict[tuple[Any, ...], Any] = {}

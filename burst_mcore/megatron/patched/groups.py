@@ -10,15 +10,18 @@ The wrappers can go when Megatron asks for the group in one place.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
+from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.megatron.layouts import forget_rotary_positions, language_models, refuse_unknown_modules
 from burst_mcore.wrap import around, wrap
 
@@ -30,6 +33,7 @@ class Rebindable:
     """A core attention whose context-parallel group may be bound anew, which is collective over the group."""
 
     layer_number: int
+    topology: Topology
     cp_comm_type: str | None
     is_alone = False
     """Whether the configuration has a context-parallel size of 1 beside a larger group: a vision tower's."""
@@ -103,11 +107,27 @@ def follow_groups() -> None:
             wrap(model, "build_schedule_plan", _of_the_group_as_built)
 
 
+_signature = cache(inspect.signature)
+
+
+def has_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Return whether a call of a layer's function brings an inference context."""
+    given = _signature(forward).bind(*args, **kwargs).arguments
+    return any(given.get(name) is not None for name in ("inference_context", "inference_params"))
+
+
 @around
 def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the forward of an attention module: its core attention, and its model, must have its group."""
     core, group = getattr(self, "core_attention", None), _group_of(self)
-    if not isinstance(core, Rebindable) or group is None:
+    if not isinstance(core, Rebindable):
+        return forward(self, *args, **kwargs)
+    if core.topology.size > 1 and has_cache(forward, self, *args, **kwargs):
+        raise ValueError(  # core attention sees the keys alone: those of a prompt look like a shard
+            f"layer {core.layer_number}: burst attention does not generate with a cache under context "
+            f"parallelism: generate at --context-parallel-size 1"
+        )
+    if group is None:
         return forward(self, *args, **kwargs)
     if core.is_alone and core.cp_group is None and group.size() > 1:
         if _of_model is None:

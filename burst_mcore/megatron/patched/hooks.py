@@ -6,8 +6,6 @@ Their names are a contract with patched checkouts: keep them.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import os
 import sys
 import time
@@ -16,40 +14,17 @@ from typing import Any, NoReturn
 
 from burst_mcore.wrap import around
 
-logger = logging.getLogger(__name__)
-
 EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Megatron's arguments that checkpoint every layer."""
 
 
-def with_burst_attention(submodules: Any) -> Any:
-    """Return the submodules of an attention layer with burst attention in the place of Megatron's own.
+def __getattr__(name: str) -> Any:
+    """Hand out `with_burst_attention`, whose module imports Megatron's layers."""
+    if name != "with_burst_attention":
+        raise AttributeError(name)
+    from burst_mcore.megatron.spec import with_burst_attention
 
-    Raises:
-        ValueError: the layer's core attention is another one (sparse, Kitchen's, ...), the command line asks
-            for a feature that burst attention lacks, or TransformerEngine's modules are not there.
-    """
-    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
-
-    from burst_mcore.megatron import spec
-    from burst_mcore.megatron.arguments import megatron_arguments
-    from burst_mcore.megatron.asked import check_arguments
-    from burst_mcore.megatron.core_attention import BurstCoreAttention
-
-    with contextlib.suppress(RuntimeError):  # there is no command line
-        arguments = megatron_arguments()
-        if hasattr(arguments, "num_attention_heads"):  # a YAML file's are elsewhere
-            check_arguments(arguments)
-            _use_burst(arguments)
-    core = submodules.core_attention
-    if getattr(core, "module", core) is BurstCoreAttention:
-        return submodules  # by a spec, perhaps with options of its own
-    if core is TEDotProductAttention and not HAVE_TE:
-        raise ValueError(
-            "this model's spec is of TransformerEngine's modules, which is not installed: add --spec "
-            "burst_mcore.megatron.spec burst_hybrid_stack_spec, or use the patch with --options"
-        )
-    return spec.with_burst_attention(submodules)
+    return with_burst_attention
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -75,17 +50,19 @@ def use_options(arguments: argparse.Namespace) -> None:
     from megatron.training import training
 
     from burst_mcore.checkpointing import Full
-    from burst_mcore.megatron.arguments import recompute_policy
-    from burst_mcore.megatron.asked import check_arguments
+    from burst_mcore.megatron.arguments import recompute_policy, uses_burst
+    from burst_mcore.megatron.asked import use_burst
     from burst_mcore.megatron.layouts import language_models
     from burst_mcore.megatron.recompute import use_recompute
     from burst_mcore.wrap import wrap
 
     try:
-        check_arguments(arguments)
+        use_burst(arguments)
     except ValueError as error:
         refuse(str(error))
-    _use_burst(arguments)
+    for model in language_models():
+        if model.__name__ == "HybridModel" and uses_burst(arguments):  # from 0.19 on
+            wrap(model, "__init__", _of_local_modules)
     policy = recompute_policy(arguments)
     if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
         use_recompute(policy)
@@ -94,25 +71,6 @@ def use_options(arguments: argparse.Namespace) -> None:
             wrap(model, "__init__", _fused)
         wrap(LanguageModule, "__init__", _served_alone)
     wrap(training, "build_pretraining_data_loader", planned_ahead)
-
-
-def _use_burst(arguments: argparse.Namespace) -> None:
-    """Where burst attention is asked for, put the layout, data without masks and local modules in effect."""
-    from burst_mcore.layout import Layout
-    from burst_mcore.megatron.arguments import packed_of, setting, uses_burst
-    from burst_mcore.megatron.layouts import STOCK, Dealing, deal_sequences_alone, language_models, use_layout
-    from burst_mcore.wrap import wrap
-
-    if not uses_burst(arguments):
-        return
-    deal_sequences_alone()
-    dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
-    if dealing != STOCK:  # else Megatron's, or that of a script's own use_layout
-        use_layout(dealing.layout, dealing.packed)
-    _build_no_mask(arguments)
-    for model in language_models():
-        if model.__name__ == "HybridModel":  # from 0.19 on
-            wrap(model, "__init__", _of_local_modules)
 
 
 @around
@@ -127,37 +85,6 @@ def _of_local_modules(
     if hybrid_stack_spec is hybrid_layer_specs.hybrid_stack_spec and config.transformer_impl == "local":
         hybrid_stack_spec = spec.hybrid_stack_spec(config)
     init(self, config, hybrid_stack_spec, *args, **kwargs)
-
-
-def _build_no_mask(arguments: argparse.Namespace) -> None:
-    """Let Megatron's data loader build no attention mask, as beside --dataloader-inter-document-masking.
-
-    Megatron builds masks by default, and has no flag that asks for them: so one who wants a mask sets
-    `create_attention_mask` of a GPTDatasetConfig, which is refused where the mask is large.
-    """
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-
-    from burst_mcore.wrap import wrap
-
-    wrap(GPTDatasetConfig, "__post_init__", _refusing_a_dense_mask)
-    if getattr(arguments, "create_attention_mask_in_dataloader", False):
-        arguments.create_attention_mask_in_dataloader = False
-        if os.environ.get("RANK", "0") == "0":
-            logger.warning(
-                "burst_mcore: the data loader builds no attention mask, which burst attention does not need "
-                "(--no-create-attention-mask-in-dataloader)"
-            )
-
-
-@around
-def _refusing_a_dense_mask(check: Callable[..., None], config: Any) -> None:
-    """Wrap the check of a data set's configuration: with burst attention a large dense mask is refused."""
-    from burst_mcore.megatron.arguments import from_command_line, uses_burst
-    from burst_mcore.megatron.asked import refuse_dense_mask
-
-    check(config)
-    if config.create_attention_mask and from_command_line(uses_burst, otherwise=False):
-        refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
 
 
 @around

@@ -163,7 +163,7 @@ def _insisted(rank, size):
     cpu.enable_training()
     launcher.install()
     said = []
-    logger = logging.getLogger("burst_mcore.megatron.patched.hooks")
+    logger = logging.getLogger("burst_mcore.megatron.asked")
     logger.addHandler(type("Kept", (logging.Handler,), {"emit": lambda self, record: said.append(record)})())
 
     def config(tokens):

@@ -7,23 +7,19 @@ token in all, where the fused loss with such gradients takes five.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from burst_mcore.dtypes import autocast, wide
 from burst_mcore.loss.arguments import LossArguments, LossCall, checked
-from burst_mcore.loss.causal_lm import patch_of
 from burst_mcore.loss.checksums import same_on_all
-from burst_mcore.loss.products import Products
-from burst_mcore.loss.rows import LOW
+from burst_mcore.loss.chunked import Gradients, Head, LogitsChunk, Wanted
+from burst_mcore.loss.rows import LOW, scaled, slope
 from burst_mcore.loss.terms import ENTROPY, LABEL, LSE
-from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.words import brief
 
 
@@ -60,11 +56,11 @@ def token_statistics(
     divisors, wrong = divisors_of(temperature, labels, ignore_index)
     call = checked(
         LossArguments(
-            hidden, weight, labels, divisors, bias, ignore_index, "none", terms, tp_group, None,
-            False, chunk_tokens, torch.float32, None, False,
+            *(hidden, weight, labels, divisors, bias, ignore_index, "none", terms, tp_group),
+            chunk_tokens=chunk_tokens,
         ),
         wrong,
-    )  # fmt: skip
+    )
     assert divisors is not None
     divisors = divisors.to(wide(hidden.dtype)).reshape(-1)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -81,28 +77,7 @@ class TokenStats(NamedTuple):
     """Of the softmax of the logits, in nats."""
 
 
-@contextmanager
-def returning_statistics(model: nn.Module, temperature: Tensor | float) -> Iterator[None]:
-    """Have forwards of a model with a fused loss return statistics of tokens, [2, tokens].
-
-    Raises:
-        RefusedError: the loss is not fused.
-    """
-    patched = patch_of(model)
-    if patched is None:
-        raise RefusedError(
-            "loss",
-            'the model\'s loss is not fused, and its logits would be made: parallelize(..., loss="fused")',
-        )
-    _, patch = patched
-    patch.compute = partial(_of_head, temperature)
-    try:
-        yield
-    finally:
-        patch.compute = None
-
-
-def _of_head(
+def statistics_of_call(
     beside: Tensor | float, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, **options: Any
 ) -> Tensor:
     """Return the statistics [2, tokens] of a model's loss call, at a temperature beside its own."""
@@ -145,105 +120,69 @@ class _Statistics(torch.autograd.Function):
         call: LossCall,
     ) -> Tensor:
         flat, y = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-        full, vocabulary = wide(hidden.dtype), call.vocabulary
-        places = (y != call.ignore_index).nonzero()[:, 0]
-        columns = vocabulary.columns(y, call.ignore_index)
-        statistics = torch.zeros((2, len(y)), dtype=full, device=hidden.device)
-        lse = torch.zeros(len(y), dtype=full, device=hidden.device)
-        for at in _chunks(places, call, weight):
-            z = _scaled_logits(flat[at], weight, bias, divisors[at], call)
-            table = z.new_zeros((5, len(at)))
-            table[LSE] = z.logsumexp(1)
-            apart = (z - table[LSE][:, None]).clamp_(min=LOW)  # a logit may be -inf
-            table[ENTROPY] = -torch.linalg.vecdot(apart.exp(), apart)
-            here = (columns[at] >= 0).nonzero()[:, 0]
-            table[LABEL, here] = z[here, columns[at][here]]
-            table = vocabulary.whole(table)
-            statistics[0, at], statistics[1, at] = table[LABEL] - table[LSE], table[ENTROPY]
-            lse[at] = table[LSE]
+        valid, columns = y != call.ignore_index, call.vocabulary.columns(y, call.ignore_index)
+        head = replace(call.head(weight, bias, call.valid_tokens), exact=True)
+        chunk = LogitsChunk(head, gradients=False)
+        statistics = torch.zeros((3, len(y)), dtype=wide(hidden.dtype), device=hidden.device)
+        for at in head.chunks(valid):
+            z = scaled(chunk.logits(flat[at], columns[at]), head.terms).div_(divisors[at, None])
+            table = call.vocabulary.whole(_statistics(z, columns[at]))
+            statistics[:, at] = torch.stack([table[LABEL] - table[LSE], table[ENTROPY], table[LSE]])
         ctx.call, ctx.shape = call, hidden.shape
-        ctx.save_for_backward(flat, weight, bias, columns, places, divisors, lse, statistics[1].clone())
-        return statistics
+        ctx.save_for_backward(flat, weight, bias, valid, columns, divisors, statistics)
+        return statistics[:2].clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("token_statistics has no second derivative: backward without create_graph")
-        flat, weight, bias, columns, places, divisors, lse, entropy = ctx.saved_tensors
+        flat, weight, bias, valid, columns, divisors, statistics = ctx.saved_tensors
         call: LossCall = ctx.call
         group = call.vocabulary.group
         if group is not None and not same_on_all(group, upstream):
             raise RuntimeError("upstream gradients of token statistics differ between ranks of tp_group")
+        head = replace(call.head(weight, bias, call.valid_tokens), exact=True)
+        chunk = LogitsChunk(head, gradients=True)
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
-        made, full = _products(weight), wide(weight.dtype)
-        d_hidden = torch.zeros_like(flat, dtype=flat.dtype if group is None else full)
-        d_weight = torch.zeros_like(weight, dtype=full, memory_format=torch.contiguous_format)
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=full)
-        for at in _chunks(places, call, weight):
-            rows, labels = flat[at], columns[at]
-            dlogits = _gradient(
-                _scaled_logits(rows, weight, bias, divisors[at], call),
-                labels, upstream[:, at], lse[at], entropy[at], divisors[at], call.terms.softcap,
-            ).to(made.gradients)  # fmt: skip
-            if of_hidden:
-                part = d_hidden.new_empty(rows.shape)
-                made.second(dlogits, labels, labels, weight, part)
-                d_hidden[at] = part
-            if of_weight:
-                made.third(dlogits, labels, labels, rows, d_weight)
-            if d_bias is not None and of_bias:
-                made.bias(dlogits, labels, labels, d_bias.new_ones(len(at)), d_bias)
-        return (
-            call.vocabulary.summed(d_hidden, False).to(flat.dtype).view(ctx.shape) if of_hidden else None,
-            d_weight.to(weight.dtype) if of_weight else None,
-            d_bias.to(bias.dtype) if d_bias is not None and of_bias else None,
-            None, None, None,
-        )  # fmt: skip
+        gradients = Gradients(flat, head, Wanted(of_hidden, of_weight, of_bias, metrics=False))
+        for at in head.chunks(valid):
+            z = scaled(chunk.logits(flat[at], columns[at]), head.terms).div_(divisors[at, None])
+            chunk.gradients.copy_(
+                _gradient(z, columns[at], upstream[:, at], statistics[1:, at], divisors[at, None], head)
+            )
+            gradients.add(chunk, at)
+        d_hidden, d_weight, d_bias = gradients.hidden, gradients.weight, gradients.bias
+        if d_hidden is not None:
+            d_hidden = call.vocabulary.summed(d_hidden, False).to(flat.dtype).view(ctx.shape)
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None
 
 
-def _chunks(places: Tensor, call: LossCall, weight: Tensor) -> Iterator[Tensor]:
-    """Yield the places of the valid tokens whose logits are alive at once."""
-    return iter(places.split(call.head(weight, None, len(places)).chunk_tokens) if len(places) else ())
-
-
-def _products(weight: Tensor) -> Products:
-    """Return the products: logits, and sums over ranks of 16-bit numbers, are at least float32."""
-    full = wide(weight.dtype)
-    return Products(full, weight.dtype if weight.is_cuda and weight.dtype == torch.bfloat16 else full)
-
-
-def _scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, divisors: Tensor, call: LossCall
-) -> Tensor:
-    """Return z [tokens, v], capped and divided by the temperature, in at least float32."""
-    made = _products(weight)
-    z = torch.empty((len(hidden), len(weight)), dtype=made.logits, device=hidden.device)
-    made.first(hidden, weight, bias, z)
-    cap = call.terms.softcap
-    if cap is not None:
-        z.div_(cap).tanh_().mul_(cap)
-    return z.div_(divisors[:, None])
+def _statistics(z: Tensor, columns: Tensor) -> Tensor:
+    """Return the statistics [5, tokens] of a part of the vocabulary, without the total and the largest."""
+    table = z.new_zeros((5, len(z)))
+    table[LSE] = z.logsumexp(1)
+    apart = (z - table[LSE][:, None]).clamp_(min=LOW)  # a logit may be -inf
+    table[ENTROPY] = -torch.linalg.vecdot(apart.exp(), apart)
+    here = (columns >= 0).nonzero()[:, 0]
+    table[LABEL, here] = z[here, columns[here]]
+    return table
 
 
 def _gradient(
-    z: Tensor,
-    labels: Tensor,
-    upstream: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    divisors: Tensor,
-    softcap: float | None,
+    z: Tensor, labels: Tensor, upstream: Tensor, known: Tensor, divisors: Tensor, head: Head
 ) -> Tensor:
     """Return the gradient of the logits, from those of log-probability and entropy, [2, tokens].
 
-    With p = softmax(z): d log p_y / dz_j = [j = y] - p_j, and dH / dz_j = -p_j (log p_j + H).
+    With p = softmax(z): d log p_y / dz_j = [j = y] - p_j, and dH / dz_j = -p_j (log p_j + H). known: H and
+    logsumexp(z), [2, tokens].
     """
-    of_label, of_entropy = upstream.to(z.dtype)
+    (of_label, of_entropy), (entropy, lse) = upstream.to(z.dtype), known
     log_p = (z - lse[:, None]).clamp_(min=LOW)
-    d = (log_p + entropy[:, None]).mul_(of_entropy[:, None]).add_(of_label[:, None])
+    d: Tensor = (log_p + entropy[:, None]).mul_(of_entropy[:, None]).add_(of_label[:, None])
     d.mul_(log_p.exp_()).neg_()
     here = (labels >= 0).nonzero()[:, 0]
     d[here, labels[here]] += of_label[here]
-    if softcap is not None:
-        d.mul_(1.0 - (z * (divisors[:, None] / softcap)).square_())
-    return d.div_(divisors[:, None])
+    if head.terms.softcap is not None:
+        d.mul_(slope(z.mul_(divisors), head.terms))
+    return d.div_(divisors)

@@ -1,0 +1,161 @@
+"""The table of what burst attention refuses of Megatron: each setting, the reason, and what to do instead.
+
+The rows are made by functions, one for each subject; `judge` raises the first that is set. They read the
+parsed arguments or, when a model is built, its configuration, which have the same names. No Megatron is
+imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+Rows = dict[str, Any]
+"""What is refused and what to do instead, in words; and a value that is true where it is set."""
+
+
+class Settings:
+    """Fields of arguments or of a configuration, and others beside them; None for a field that is missing."""
+
+    def __init__(self, source: Any, **beside: Any) -> None:
+        self._source, self._beside = source, beside
+
+    def __getattr__(self, name: str) -> Any:
+        return self._beside[name] if name in self._beside else getattr(self._source, name, None)
+
+    @property
+    def backend(self) -> str:
+        """The word of --attention-backend."""
+        backend = self.attention_backend
+        return "auto" if backend is None else str(getattr(backend, "name", backend))
+
+    @property
+    def recomputed(self) -> list[str]:
+        """The modules that --recompute-modules names, if they count."""
+        return (self.recompute_modules or []) if self.recompute_granularity == "selective" else []
+
+
+def judge(rows: Rows, prefix: str = "") -> None:
+    """Raise a ValueError with the words of the first row that is set."""
+    for words, is_set in rows.items():
+        if is_set:
+            raise ValueError(f"{prefix}{words}")
+
+
+def of_recompute(s: Settings) -> Rows:
+    """Return what the flags of recompute policies refuse of one another. `uses_burst`: attention is ours."""
+    policy, keep, memory = s.burst_recompute, s.burst_recompute_keep, s.burst_recompute_memory_gb
+    name, is_kept = f"--burst-recompute {policy}", policy not in (None, "full")
+    return {
+        f"--burst-recompute segment and --burst-recompute-keep F go together, got {name} and "
+        f"--burst-recompute-keep {keep}: give both or none": (keep is None) == (policy == "segment"),
+        "--burst-recompute-keep auto and --burst-recompute-memory-gb GB go together, got "
+        f"--burst-recompute-keep {keep} and --burst-recompute-memory-gb {memory}: give both or none": (
+            (memory is None) == (keep == "auto")
+        ),
+        f"--burst-recompute-offload is for --burst-recompute attention or segment: drop it beside {name}": (
+            s.burst_recompute_offload and not is_kept
+        ),
+        f"{name} needs --context-parallel-attention-backend burst: other attention keeps nothing": (
+            is_kept and not s.uses_burst
+        ),
+        f"{name} would have no effect: without --recompute-granularity nothing is checkpointed": (
+            is_kept and s.recompute_granularity is None
+        ),
+        f"{name} would have no effect: add core_attn to --recompute-modules {' '.join(s.recomputed)}": (
+            is_kept and s.recomputed and "core_attn" not in s.recomputed
+        ),
+    }
+
+
+def of_attention(s: Settings) -> Rows:
+    """Return what burst attention refuses of a layer. `attention_type`: as the layer's constructor has it."""
+    no, graphs = "burst attention does not support", s.cuda_graph_impl or "none"
+    kind, softmax = s.attention_type or "self", s.softmax_type or "vanilla"
+    return {
+        f"{no} attention dropout {s.attention_dropout} (pass --attention-dropout 0)": s.attention_dropout,
+        f"{no} FP8 attention, as it computes in q's dtype (leave out fp8_dot_product_attention and "
+        "fp8_multi_head_attention)": s.fp8_dot_product_attention or s.fp8_multi_head_attention,
+        f"{no} --batch-invariant-mode, as its kernels depend on the batch": s.batch_invariant_mode,
+        f"{no} Kitchen's attention (drop --use-kitchen-attention)": s.use_kitchen_attention,
+        f"{no} CUDA graphs, as no GPU has shown yet that its messages can be captured (pass "
+        "--cuda-graph-impl none)": graphs != "none" or s.enable_cuda_graph or s.external_cuda_graph,
+        f"{no} --attention-backend {s.backend}: legal are auto, flash, fused": (
+            s.backend in ("unfused", "local")
+        ),
+        f"{no} softmax_type {softmax!r}: legal are {', '.join(SOFTMAX_TYPES)}": softmax not in SOFTMAX_TYPES,
+        f"{no} attention of type {kind!r}: leave Megatron's own core attention there": kind != "self",
+        f"{no} --reset-attention-mask: pack the documents (PackedSeqParams)": s.reset_attention_mask,
+        f"{no} --flash-decode, which goes past core attention: generate at --context-parallel-size 1": (
+            s.flash_decode and s.context_parallel_size > 1
+        ),
+    }
+
+
+def of_scripts(s: Settings) -> Rows:
+    """Return what Megatron's training scripts do not do; burst attention itself would."""
+    stages = s.pipeline_model_parallel_size or 1
+    is_float, largest = not (s.bf16 or s.fp16), s.qk_clip or s.log_max_attention_logit
+    documents = s.dataloader_inter_document_masking
+    return {
+        "Megatron's clip_qk takes a model in half precision, and for --qk-clip whole weights: pass --bf16 or "
+        "--fp16, and drop --use-distributed-optimizer": (
+            (largest and is_float) or (s.qk_clip and s.use_distributed_optimizer)
+        ),
+        "--dataloader-inter-document-masking makes one sequence of a micro batch, and stages expect several: "
+        f"pass --micro-batch-size 1 with --pipeline-model-parallel-size {stages}": (
+            documents and stages > 1 and s.micro_batch_size > 1
+        ),
+        "--dataloader-inter-document-masking does not go with interleaved pipelines (Megatron's scripts give "
+        "no documents to stages in the middle): leave out the virtual stages": (
+            documents and s.virtual_pipeline_model_parallel_size
+        ),
+    }
+
+
+def of_latent(s: Settings) -> Rows:
+    """Return what excludes --burst-mla-latent: the up-projection gives its input, and its weight as it is."""
+    no, off = "--burst-mla-latent does not support", "(or pass off)"
+    return {
+        f"{no} layers that have no latent (add --multi-latent-attention)": not s.multi_latent_attention,
+        f"{no} fused rope (pass --no-rope-fusion)": s.apply_rope_fusion,
+        f"{no} mla_up_proj in --recompute-modules: K and V are not kept anyway": "mla_up_proj"
+        in s.recomputed,
+        f"{no} FP8 or FP4 weights {off}": s.fp8 or s.fp4,
+        f"{no} --delay-wgrad-compute {off}": s.delay_wgrad_compute,
+        f"{no} Megatron-FSDP (--use-megatron-fsdp) {off}": s.use_megatron_fsdp,
+        f"{no} an experimental attention variant {off}": s.experimental_attention_variant,
+    }
+
+
+def of_layer(source: Any, latent: str, **own: Any) -> Rows:
+    """Return what layers are refused. latent: as --burst-mla-latent; own: fields of one layer."""
+    s = Settings(source, **own)
+    return of_attention(s) | (of_latent(s) if latent != "off" else {})
+
+
+def of_fused_loss(s: Settings) -> Rows:
+    """Return what excludes the fused loss. `gtp_remat_size`: of the output layer."""
+    no = "--burst-fused-loss does not go with"
+    return {
+        f"{no} --cross-entropy-loss-fusion: both replace the loss, drop one": s.cross_entropy_loss_fusion,
+        f"{no} --defer-embedding-wgrad-compute: the gradient of the head is made with the loss, drop one": (
+            s.defer_embedding_wgrad_compute
+        ),
+        f"{no} --overlap-moe-expert-parallel-comm: its schedule calls the head by another way, drop one": (
+            s.overlap_moe_expert_parallel_comm
+        ),
+        f"{no} an output layer that is dealt (gtp_remat)": (s.gtp_remat_size or 1) > 1,
+    }
+
+
+def of_dealing(s: Settings) -> Rows:
+    """Return what assumes documents dealt zigzag, where `dealing` (`layouts.Dealing`) is another."""
+    variant = s.experimental_attention_variant
+    end = f"assumes documents dealt zigzag, but {s.dealing} is set: {s.dealing.instead()}"
+    return {
+        f"multi-token prediction (--mtp-num-layers) {end}": s.mtp_num_layers,
+        f"fused rope (pass --no-rope-fusion) {end}": s.apply_rope_fusion,
+        f"--experimental-attention-variant {variant} {end}": variant,
+        f"--sft {end}": s.sft,
+    }
