@@ -88,7 +88,7 @@ def agree_on_call(
             problem, details = error, {"problem": str(error)}
         of_known_length = request.device == "cuda" or request.mask.document_ends is not None
         if call is not None and not recompute.at_most and of_known_length:
-            description = Pass.FORWARD, *_kind_of(request, call), request.return_lse, *manner.values()
+            description = "forward", *_alike(request, call), *manner.values()
             transport = transport_of(topology, call.route, request.config.max_ctas)
             ahead = description in agreement.seen and transport.connected(passes_of(call, needs_gradient))
     agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
@@ -111,10 +111,11 @@ def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
     return (Pass.FORWARD, call.direction) if needs_gradient else (Pass.FORWARD,)
 
 
-def _kind_of(request: Request, call: Call) -> tuple[object, ...]:
+def _alike(request: Request, call: Call) -> tuple[object, ...]:
     """Return the properties by which a call is like an earlier one, whatever the documents."""
-    mask, kernel = request.mask.of_layer, call.kernel.name
-    return request.shard, request.config, request.scores, mask, call.route, call.direction, kernel
+    own = request.shard, request.config, request.scores, request.mask.of_layer
+    wanted = request.return_lse, request.sinks, request.travels
+    return *own, *wanted, call.route, call.direction, call.kernel.name
 
 
 def agree_on_backward(
@@ -138,7 +139,7 @@ def agree_on_backward(
         **request.signature,
         **call.signature,
     }
-    description = Pass.QUERY, request.shard, request.config, request.scores, call.route, through_lse
+    description = "backward", request.shard, request.config, request.scores, call.route, through_lse
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
     ahead = in_autograd and description in agreement.seen and transport.connected((call.direction,))
     agreed = agreement.meet(signature, {}, 0, ahead=ahead, of_call=record.number)

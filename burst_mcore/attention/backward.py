@@ -44,17 +44,17 @@ def backward(
         keys: k and v as on the ring.
         out: the output of the rank's own rows; it never rotates.
     """
-    known: Tensor | None = out
+    own_out: Tensor | None = out
     inward: dict[Kind, Exchange] = {}
     with Lease() as lease:
         if call.route.heads > 1:
-            own, known = (queries.dout, queries.delta), None
+            own, own_out = (queries.dout, queries.delta), None
             dout, delta = (lease.empty(pooled_like(x, call.head_group), x.dtype, x.device) for x in own)
             kind = Kind.BUNDLE if call.direction == Pass.QUERY else Kind.ROWS
             inward = {kind: Inward(call.head_group, own, (dout, delta), lease)}
             queries = queries._replace(dout=dout, delta=delta)
-        direction = _QueriesRotate if call.direction == Pass.QUERY else _KeysRotate
-        return direction(call, queries, keys, known, lease).run(transport, inward)
+        algorithm = _QueriesRotate if call.direction == Pass.QUERY else _KeysRotate
+        return algorithm(call, queries, keys, own_out, lease).run(transport, inward)
 
 
 class _Sides(NamedTuple):
@@ -72,6 +72,9 @@ class _Backward(ABC):
 
     Of a tile, with P = exp(S - LSE) and D = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - D),
     dQ = scale dS K and dK = scale dS^T Q.
+
+    Kernels that read O only to form D get a stand-in where O is not at hand, as it never rotates: a tensor
+    with rowsum(dO * stand-in) = D (`output_stand_in`).
     """
 
     pass_: ClassVar[Pass]

@@ -65,7 +65,7 @@ class Call:
 
     @cached_property
     def total_dtype(self) -> torch.dtype:
-        """The dtype in which a complete gradient makes its last hop: of those of q and of sums, the smaller.
+        """The smaller of the dtypes of q and of sums: a complete gradient makes its last hop in it.
 
         Where members of a head group share a K/V head, their gradients of it are still to be summed.
         """
@@ -155,11 +155,11 @@ class Call:
         """Return the tiles of one compute of a pass."""
         key = pass_, action.source, action.part
         if key not in self._tiles:
-            rows = action.source, self.position
+            here = self.position
             if pass_ == Pass.QUERY:
-                self._tiles[key] = self.tiles(*rows, k_part=action.part, keys_stay=True)
+                self._tiles[key] = self.tiles(action.source, here, k_part=action.part, keys_stay=True)
             else:
-                self._tiles[key] = self.tiles(*reversed(rows), q_part=action.part)
+                self._tiles[key] = self.tiles(here, action.source, q_part=action.part)
         return self._tiles[key]
 
     @cached_property

@@ -55,7 +55,8 @@ class Saved(NamedTuple):
     """The tensors that autograd saves between forward and backward."""
 
     q: Tensor
-    """q, k, v and lse as on the ring: rows pooled, heads shared."""
+    """q, k, v and ring_lse as on the ring: with one rank a position the caller's own and `lse`, else rows
+    pooled and heads shared."""
     k: Tensor
     v: Tensor
     ring_lse: Tensor
@@ -166,7 +167,7 @@ def run_forward(
             check_keep(recompute.keep)
     call, agreed, lengths = agree_on_call(request, topology, needs_gradient, recompute, agreement)
     tokens = lengths[call.rank]
-    with in_ring(agreement), _alone(tensors.q.device):
+    with in_ring(agreement), _kernel_context(tensors.q.device):
         if agreement is not None and recompute.at_most:  # a rank on which nothing fits meets the others, too
             recompute = replace(recompute, keep=agreement.least(recompute.keep))
         transport = transport_of(topology, call.route, request.config.max_ctas)
@@ -251,7 +252,7 @@ def run_backward(
             call = call.variant("lse", lambda: {"kernel": taking_delta(kernel, problem)})
         transport = transport_of(topology, call.route, request.config.max_ctas)
     agreed = agree_on_backward(request, call, record, agreement, transport, through_lse=dlse is not None)
-    with in_ring(agreement), _alone(saved.out.device):
+    with in_ring(agreement), _kernel_context(saved.out.device):
         transport.connect(call.direction)
         transport = transport.labelled(agreed.label) if agreement else transport
         dout = torch.zeros_like(saved.out) if dout is None else dout.contiguous()
@@ -314,7 +315,7 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _alone(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def _kernel_context(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Turn autocast off, and make the device current: Triton launches there, wherever its tensors are."""
     if device.type == "cuda" or torch.is_autocast_enabled(device.type):
         return _without_autocast(device)

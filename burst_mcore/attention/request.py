@@ -1,7 +1,7 @@
 """Requests: one rank's legal arguments, which resolve to a `Call` once the lengths of all ranks are known.
 
-A rank cannot tell the length of the global sequence from its own shard. So `validate` makes the request
-before the ranks have met, and `resolve` the call after.
+A rank cannot tell the length of the global sequence from its own shard. `prepare.call_of` resolves a request
+as if all ranks held as many tokens; where their agreement shows otherwise, again with the true lengths.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A mask is bands over global positions. Rows are stored in ascending order of position, so a band is a
 rectangle of local rows, too. Its diagonals are straight wherever both sides are one run, and arithmetic gives
 the piece. Elsewhere the rectangle is cut until its parts are full, empty or straight. The diagonals of a
-dilated mask are straight between two runs alone; where a layout has many, rows are counted in `classes`.
+dilated mask are straight between two runs alone; where a layout has many, rows are counted by classes.
 
 No layout is a special case. Causal zigzag on G ranks, chunk pairs (r, 2G-1-r), comes out as one piece for
 every pair of ranks. At home it is causal over both chunks. Lower ranks give all queries x the first chunk's
@@ -110,7 +110,7 @@ class Plan:
         """Local rows of a position."""
         self.bands = mask.bands(n)
         self.by_class = mask.stride > 1 and self._fine()
-        """Whether pieces count rows in the order of classes (`geometry.reading`)."""
+        """Whether pieces count rows in the order of classes (`reading.in_classes`)."""
         if self.by_class:
             self.bands = in_classes(self.bands, mask.stride, self.rows * self.size)
         self.cache: dict[tuple[Any, ...], Any] = {}

@@ -50,7 +50,7 @@ class Communicators:
         self._own = [control]
         """The groups that nobody but the ring uses."""
         self.agreement: Agreement | None = None
-        """Made by the first call: see `operator.agree`."""
+        """Made by the first call: see `agree.agreement_of`."""
         self.transports = Latest()
         """By ranks of a node and route: see `executor.transport_of`."""
         self.abandoned: list[object] = []

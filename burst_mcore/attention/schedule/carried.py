@@ -3,7 +3,7 @@
 A bundle goes round by round. In round i it visits node i of its way, and there place after place. Its owner
 is at round 0, place 0. What the owner reads itself travels nowhere, and its gradient stays with it. The
 writers of programs ask a `Hops` at every hop. It answers all rows, `OfPosition` the rows for one position,
-`counted.OfAll` their number for all positions at once.
+`burst_plan.simulate.counted.OfAll` their number for all positions at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from burst_mcore.attention.geometry.rows import Rows, union
 T = TypeVar("T", default=range)
 Carried = tuple[T, ...] | None
 """The rows of a bundle that an action takes, None for all: ranges (`Rows`) in the program of a rank. In the
-program of all ranks at once T is `counted.Counted`, the number of these rows."""
+program of all ranks at once T is `burst_plan.simulate.counted.Counted`, the number of these rows."""
 
 
 def nothing(carried: Carried[T]) -> bool:
@@ -95,7 +95,7 @@ class Itinerary:
     def __init__(self, reading: Reading, nodes: int, intra: int, turn: int) -> None:
         self.reading, self.nodes, self.intra, self.turn = reading, nodes, intra, turn
         self.cache: dict[object, tuple[Tensor, Tensor]] = {}
-        """The tables of `counted.RowCounts` over it."""
+        """The tables of `burst_plan.simulate.counted.RowCounts` over it."""
         block = max(1, 2**20 // reading.size)
         segments = zip(reading.owner.split(block), reading.read.split(block, dim=1), strict=True)
         blocks = [self._visits(owners, read) for owners, read in segments]
