@@ -19,7 +19,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-plan test-bench test-all soak tables docs lint style types bench bench-masks bench-loss bench-recompute bench-step bench-paper bench-topology bench-planning compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-plan test-bench test-all soak tables docs lint style types bench bench-masks bench-loss bench-recompute bench-step bench-topology compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -33,7 +33,7 @@ help:
 	@echo 'make tables                write the tables and pictures of the docs again, after a setting or a schedule changed'
 	@echo 'make docs                  build the manual as a site: open site/index.html'
 	@echo 'make bench                 attention, compared with other methods'
-	@echo 'make bench-SUBJECT         masks, loss, recompute, step, planning, or topology, paper (both need root and iproute2)'
+	@echo 'make bench-SUBJECT         masks, loss, recompute, step, or topology (needs root and iproute2)'
 	@echo 'make compiled              compile our Triton kernels for GPUs, and write benchmarks/compiled.json (needs none)'
 	@echo 'make gpu-smoke             two minutes on a GPU: kernels, a ring, messages (needs torch, triton, pytest; no'
 	@echo '                           environment is made)'
@@ -98,8 +98,6 @@ bench-masks: subject-masks
 bench-loss: subject-loss
 bench-recompute: subject-recompute
 bench-step: subject-step
-bench-paper: subject-paper
-bench-planning: subject-planning
 bench-topology: subject-topology
 
 subject-%: $(VENV)

@@ -187,8 +187,6 @@ class Case:
     """Fields that have an option of the command line, such as --cluster: all cases get what was given."""
     beside: ClassVar[str | None] = None
     """Each method has processes of its own, where only this one runs in turn with it."""
-    cold: ClassVar[bool] = False
-    """Every round is the first of a fresh process, and its peak memory counts."""
     clearly: ClassVar[float] = math.inf
     """A step that takes so many times as long as the fastest in the first round is not timed again."""
     overall: ClassVar[tuple[Bar, ...]] = ()

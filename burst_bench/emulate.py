@@ -8,7 +8,6 @@ process dies with its parent, so that nothing is left behind, however the run en
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +177,3 @@ def _batch(tool: str, *commands: str) -> None:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{tool} failed: {done.stderr.strip()} (commands: {'; '.join(commands)})")
-
-
-@cache
-def go_first() -> None:
-    """Let this process run as soon as it wakes up, whatever else runs: for ranks that sleep most of the time.
-
-    It raises a PermissionError without root, which an emulated cluster needs anyway.
-    """
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))

@@ -135,8 +135,8 @@ def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], 
 
 
 def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) -> Outcome:
-    work = StageWork(case, methods, 1 if case.cold else repeats * case.rounds, device)
-    sets = range(case.processes * (repeats if case.cold else 1))
+    work = StageWork(case, methods, repeats * case.rounds, device)
+    sets = range(case.processes)
     if case.beside is None:
         return _joined(_in_world(work) for _ in sets)
     whole = Outcome()

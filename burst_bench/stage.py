@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from burst_bench.core import Case, Method, Stage, TimedStep, Trial, World, first_line
 from burst_bench.launch import keep_freed_memory, touch_memory
-from burst_bench.memory import peak_meter
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,11 @@ def measure(rank: int, size: int, work: StageWork) -> Outcome:
         elif trial is not None:
             trials[method.name] = trial
     if trials:
-        if not case.cold:
-            keep_freed_memory()
-            touch_memory(stage.room)
+        keep_freed_memory()
+        touch_memory(stage.room)
         beside = {} if work.beside is None else {work.beside.name: stage.trial(work.beside)}
         running = {**stage.units, **beside, **trials}
-        times = interleave(running, world, work.rounds, cold=case.cold, clearly=case.clearly)
+        times = interleave(running, world, work.rounds, clearly=case.clearly)
         alone = work.methods[0].name
         for (name, meter), samples in times.items():
             # Figures of units are those of a method that runs alone, too, with the unit's name before.
@@ -108,13 +106,10 @@ Samples = dict[tuple[str, str], list[float]]
 """By (method, meter)."""
 
 
-def interleave(
-    trials: Mapping[str, Trial], world: World, rounds: int, *, cold: bool = False, clearly: float
-) -> Samples:
+def interleave(trials: Mapping[str, Trial], world: World, rounds: int, *, clearly: float) -> Samples:
     """Time the steps of all trials in turn, forth and back, after one round that is not counted.
 
-    With `cold` the first round counts, and so does the peak memory of every step. A step whose first round
-    took more than `clearly` times the fastest's has that round alone.
+    A step whose first round took more than `clearly` times the fastest's has that round alone.
     """
     steps = [(name, part, trial) for name, trial in trials.items() for part in trial.steps]
     samples: Samples = {}
@@ -123,33 +118,24 @@ def interleave(
         for meter, value in sample.items():
             samples.setdefault((name, f"{part} {meter}".strip()), []).append(value)
 
-    if not cold:
-        first = [one_round(trial, part, world) for _, part, trial in steps]
-        slow = clearly * min((sample["wall"] for sample in first), default=0.0)
-        for (name, part, _), sample in zip(steps, first, strict=True):
-            if sample["wall"] > slow:
-                note(name, part, sample)
-        steps = [step for step, sample in zip(steps, first, strict=True) if sample["wall"] <= slow]
+    first = [one_round(trial, part, world) for _, part, trial in steps]
+    slow = clearly * min((sample["wall"] for sample in first), default=0.0)
+    for (name, part, _), sample in zip(steps, first, strict=True):
+        if sample["wall"] > slow:
+            note(name, part, sample)
+    steps = [step for step, sample in zip(steps, first, strict=True) if sample["wall"] <= slow]
     for index in range(rounds):
         for name, part, trial in steps[:: -1 if index % 2 else 1]:
-            note(name, part, one_round(trial, part, world, memory=cold))
+            note(name, part, one_round(trial, part, world))
     return samples
 
 
-def one_round(trial: Trial, part: str, world: World, *, memory: bool = False) -> dict[str, float]:
-    """Return all meters of one step, over all ranks; with `memory` the peak as well."""
+def one_round(trial: Trial, part: str, world: World) -> dict[str, float]:
+    """Return all meters of one step, over all ranks."""
     if world.size > 1:
         dist.barrier()
-    clock, sample = _cuda if world.device == "cuda" else _cpu, dict[str, float]()
-
-    def run() -> None:
-        sample.update(clock(trial.steps[part], trial.ahead))
-
-    if memory:
-        sample |= peak_meter(run, world.device)
-    else:
-        run()
-    return over_ranks(sample, world)
+    clock = _cuda if world.device == "cuda" else _cpu
+    return over_ranks(clock(trial.steps[part], trial.ahead), world)
 
 
 def _cpu(step: TimedStep, ahead: bool) -> dict[str, float]:

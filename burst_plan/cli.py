@@ -36,7 +36,7 @@ from burst_plan.options import (
     ranks_and_rates,
 )
 
-EXTRAS = {"typer": "cli", "tabulate": "cli", "matplotlib": "cli", "megatron": "megatron"}
+EXTRAS = {"typer": "cli", "tabulate": "cli", "megatron": "megatron"}
 """The extra of a package that may be missing; the others are DeepSpeed's."""
 
 
@@ -137,28 +137,23 @@ def draw(
     rates_file: RatesFile = None,
     measure: Annotated[bool, typer.Option(help="Also run it on this machine's CPU, over gloo.")] = False,
     out: Annotated[
-        Path, typer.Option(help="The picture; mask.png and trace.json go to the same folder.")
-    ] = Path("timeline.png"),
+        Path, typer.Option(help="The timeline as a trace, for ui.perfetto.dev or chrome://tracing.")
+    ] = Path("trace.json"),
     scan: Annotated[bool, typer.Option(help="Print the scan of a delta rule's states instead.")] = False,
 ) -> None:
-    """Draw one pass: its schedule as a step x rank grid, its timeline as picture and trace, its mask.
-
-    The mask's picture shows the mask, the tiles that each rank computes, and the work of each rank.
-    """
+    """Draw one pass: its schedule as a step x rank grid, its timeline as a trace."""
     from burst_mcore.attention.kernels.table import choose
     from burst_mcore.attention.schedule.actions import Pass
     from burst_mcore.config import BurstConfig
     from burst_plan.explain import predict
     from burst_plan.explain.chrome_trace import chrome_trace
-    from burst_plan.explain.mask_picture import save_mask, tiles_summary
-    from burst_plan.explain.picture import picture, save_timelines
+    from burst_plan.explain.pairs import tiles_summary
     from burst_plan.explain.problem import LayerProblem
     from burst_plan.files import check_writable
     from burst_plan.tables import cut
     from burst_plan.words import tokens
 
     try:
-        out, mask_out, trace = picture(out), out.with_name("mask.png"), out.with_name("trace.json")
         if direction not in tuple(Pass):
             raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
         pass_ = Pass(direction)
@@ -173,9 +168,8 @@ def draw(
         if scan:
             typer.echo(predict.scanned(problem, where, pass_, layout))
             return
-        for path in (out, trace, mask_out):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        check_writable(out, trace, mask_out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(out)
         drawing = predict.draw(problem, where, rates, config, pass_, layout)
         chosen = choose("auto", problem.on_kernel)
         runs = {"predicted": drawing.timeline.events}
@@ -188,14 +182,8 @@ def draw(
     typer.echo(f"{cut(str(shown))}\n\n{what}; {shown.route}: {drawing.why}")
     typer.echo(f"{predict.summary(drawing)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
     typer.echo(predict.exposed(drawing))
-    try:
-        save_timelines(runs, f"{shown.title}; {shown.route} on {cluster} ranks; {what}", out)
-        title = f"{what}, layout {drawing.plan.layout}; {shown.title}; {shown.route} on {cluster} ranks"
-        save_mask(drawing.plan, pass_, chosen, title, mask_out)
-        trace.write_text(chrome_trace(runs))
-    except (ValueError, OSError) as error:
-        _fail("draw", error)
-    typer.echo(f"\ntimeline: {out}\nmask:     {mask_out}\ntrace:    {trace}")
+    out.write_text(chrome_trace(runs))
+    typer.echo(f"\ntrace: {out}")
 
 
 @app.command(
@@ -263,9 +251,6 @@ def plan(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that is predicted as JSON.")
     ] = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one page with sliders.")
-    ] = None,
     against: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Measured rows, as JSON; may be repeated.")
     ] = None,
@@ -284,26 +269,21 @@ def plan(
             raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
         if model is not None:
             from burst_plan.files import check_writable
-            from burst_plan.step.page import page
             from burst_plan.step.planned import planned, text
 
             if calibrate:
                 raise ValueError("--calibrate goes with --against, not with --model")
             if top < 1:
                 raise ValueError(f"--top must be at least 1, got {top}")
-            check_writable(json_file, html_file)
+            check_writable(json_file)
             answer = planned(model, seq, cluster, batch, rates_file, mask, gpu)
-            shown, files = text(answer, top), {}
+            shown = text(answer, top)
             if json_file is not None:
-                files[json_file] = json.dumps(answer.as_json()) + "\n"
-            if html_file is not None:
-                files[html_file] = page(answer)
-            for path, written in files.items():
-                path.write_text(written, encoding="utf-8")
+                json_file.write_text(json.dumps(answer.as_json()) + "\n", encoding="utf-8")
             typer.echo(shown)
             return
-        if json_file or html_file or gpu:
-            raise ValueError("--json, --html and --gpu go with --model, not with --against")
+        if json_file or gpu:
+            raise ValueError("--json and --gpu go with --model, not with --against")
         from burst_mcore.rates import Rates
 
         rates = None if rates_file is None else Rates.load(rates_file)

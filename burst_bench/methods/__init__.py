@@ -5,7 +5,6 @@ attention     the kind "attention" attends over a sharded sequence: ours, and De
 heads         the kind "heads": LM heads with their loss
 layers        the kind "layers": ways to checkpoint the layers of a model; "offload": with results on the host
 kernels       the kind "kernels": local attention kernels, and calls of one with nothing around it
-played        the kind "played": attention on a cluster as programs, without kernels
 steps         the settings of ours in training steps; `steps_deepspeed`, `steps_fsdp` and `steps_megatron`
               have the kinds "deepspeed", "fsdp" and "megatron"
 virtual_rank  one rank of a ring, alone on a device, for the subject virtual-ring
@@ -19,7 +18,6 @@ import burst_bench.methods.heads
 import burst_bench.methods.kernels
 import burst_bench.methods.layers
 import burst_bench.methods.peers
-import burst_bench.methods.played
 import burst_bench.methods.steps_deepspeed
 import burst_bench.methods.steps_fsdp
 import burst_bench.methods.steps_megatron

@@ -5,28 +5,29 @@ Rings of other projects run their own loops (`loops`); "burst" runs our programs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from burst_bench.published import loops
-from burst_bench.published.loops import Gather, Loop
+from burst_bench.published.loops import OURS, Gather, Loop, Passes
 from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for, why_not_degree
+from burst_mcore.attention.candidates import Ranks, kernel_seconds, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.choose import COPIES
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import Placement
-from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program
+from burst_mcore.attention.schedule.actions import Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import TRAINED
 from burst_mcore.rates import Rates
 from burst_plan.machines import CONSTANTS, MACHINES
 from burst_plan.simulate import cost
-from burst_plan.simulate.cost import CallTime, message_bytes
+from burst_plan.simulate.cost import message_bytes
 from burst_plan.simulate.costing import pairs_of
 from burst_plan.simulate.lockstep import KernelWork, RoutedPass, play_all
 
@@ -144,52 +145,70 @@ def seconds_of(row: Row, way: MethodWay, rates: Rates) -> float:
     return backward if row.passes == "bwd" else backward + _seconds(row, way, Pass.FORWARD, rates)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A pass of a method in parts, one after another: exchanges of heads around a ring of groups."""
+def _seconds(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds of a pass: of the device, part by part, or of the host where it launches longer.
 
-    parcels: Mapping[Kind, int]
-    """Bytes of a message to one member of the group, by kind."""
-    groups: Ranks
-    """The places of the ring: all of them, and those of a node."""
-    plan: Plan
-    ring: RoutedPass
-    kernel: float
-    """Seconds of the kernel on the busiest rank."""
-    after: float
-    """Seconds besides, which nothing hides: copies, the kernel after a gather."""
-    host: float
-    """Seconds in which the host launches all of it, beside the device."""
-
-
-def parts_of(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> Parts:
-    """Return the parts of a pass; on its ring every place sends and receives all, whatever a mask leaves out.
-
-    Each group of ranks that share heads is one place.
+    Exchanges of heads stand around a ring of groups. Each group of ranks that share heads is one place of the
+    ring, and every place sends and receives all, whatever a mask leaves out.
     """
-    shard = Shard(
-        batch=row.batch, tokens=-(-row.seq // row.gpus), heads=row.heads, kv_heads=row.kv_heads,
-        head_dim=row.head_dim, value_dim=row.head_dim, dtype=TRAINED[row.dtype],
-        grad_dtype=TRAINED[row.dtype],
-    )  # fmt: skip
-    groups = Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
-    sizes = message_bytes(shard, Route(heads=way.heads), pass_).whole
-    parcels = {kind: size for kind, size in sizes.items() if kind in cost.PARCELS}
-    pooled = shard.pooled(way.heads)
+    shard, groups = _shard(row), Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
+    sizes, pooled = message_bytes(shard, Route(heads=way.heads), pass_).whole, shard.pooled(way.heads)
+    parcels = [size for kind, size in sizes.items() if kind in cost.PARCELS]
     pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
-    ring_passes = (way.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
-    time = cost.call_time(pooled, pass_, rates, way.gathers.passes if way.gathers else ring_passes)
-    work = KernelWork(pairs, Placement(groups.size), CallTime(0.0) if way.gathers else time, pooled.tokens)
-    after = (way.exchanges > 0) * COPIES * sum(parcels.values()) * way.heads / rates.memory
-    kernel = work.busiest
+    device = way.timed_apart * rates.call + _exchanged(parcels, way.heads, row.ranks, rates)
+    device += (way.exchanges > 0) * COPIES * sum(parcels) * way.heads / rates.memory
     if way.gathers:
-        kernel = float(time.seconds(pairs.sum(1), pooled.tokens).max())
-        after += kernel + _gathered(row, pooled, way.gathers, pass_) / rates.memory
-    plan = _plan(way.layout, row.seq, groups.size)
+        kernel = _kernel(pooled, pass_, rates, way.gathers.passes)
+        work = KernelWork(pairs, Placement(groups.size), torch.zeros_like)
+        device += (
+            float(kernel(pairs.sum(1)).max()) + _gathered(row, pooled, way.gathers, pass_) / rates.memory
+        )
+    else:
+        passes = (way.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
+        work = KernelWork(pairs, Placement(groups.size), _kernel(pooled, pass_, rates, passes))
     ring = _ring_of(way, groups, pass_, pooled, work)
-    host = cost.host_seconds(2 if way.gathers else groups.size, way.exchanges + way.timed_apart, rates)
-    return Parts(parcels, groups, plan, ring, kernel, after, host)
+    (played,) = play_all(_plan(way.layout, row.seq, groups.size), [ring], groups.intra, rates)
+    device += played.seconds + (0.0 if way.gathers else cost.slowdown_seconds(played.sent, rates))
+    calls = 2 if way.gathers else groups.size
+    return max(device, cost.host_seconds(calls, way.exchanges + way.timed_apart, rates))
+
+
+def _shard(row: Row) -> Shard:
+    """Return the shapes of a rank, whose gradients have the dtype of Q, K and V."""
+    dtype = TRAINED[row.dtype]
+    return Shard(
+        batch=row.batch,
+        tokens=-(-row.seq // row.gpus),
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        head_dim=row.head_dim,
+        value_dim=row.head_dim,
+        dtype=dtype,
+        grad_dtype=dtype,
+    )
+
+
+def _kernel(shard: Shard, pass_: Pass, rates: Rates, passes: Passes) -> Callable[[Tensor], Tensor]:
+    """Return the time of kernel calls by their pairs: that of ours, with the passes of others around them."""
+    moved = _bytes_around(shard, pass_, passes) - _bytes_around(shard, pass_, OURS)
+
+    def seconds(pairs: Tensor) -> Tensor:
+        rows = (2 * pairs).sqrt().clamp(max=shard.tokens)
+        return kernel_seconds(shard, pass_, rates, pairs) + rows * moved / rates.memory
+
+    return seconds
+
+
+def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
+    """Return the bytes that passes move for a row that takes part in a kernel call, on both sides of it."""
+    q, out = shard.batch * shard.heads * shard.head_dim, shard.batch * shard.heads * shard.value_dim
+    kv = shard.batch * shard.kv_heads * (shard.head_dim + shard.value_dim)
+    if pass_ == Pass.FORWARD:
+        return passes.out * out + passes.keys * kv
+    if pass_ == Pass.KV:
+        return passes.stays * q + passes.travels * kv
+    return passes.travels * q + passes.stays * kv + passes.stand_in * out
 
 
 def _ring_of(way: MethodWay, groups: Ranks, pass_: Pass, shard: Shard, work: KernelWork) -> RoutedPass:
@@ -219,19 +238,9 @@ def _windows(groups: Ranks) -> Route:
     return Route(nodes=nodes, intra=groups.size // nodes)
 
 
-def _seconds(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds of a pass: of the device, part by part, or of the host where it launches longer."""
-    parts = parts_of(row, way, pass_, rates)
-    (played,) = play_all(parts.plan, [parts.ring], parts.groups.intra, rates)
-    slowed = 0.0 if way.gathers else cost.slowdown_seconds(played.sent, rates)
-    exchanged = _exchanged(parts.parcels, way.heads, row.ranks, rates)
-    first = way.timed_apart * rates.call
-    return max(first + exchanged + played.seconds + slowed + parts.after, parts.host)
-
-
-def _exchanged(parcels: Mapping[Kind, int], heads: int, ranks: Ranks, rates: Rates) -> float:
-    """Return the seconds of the messages of a pass's all-to-alls, one after another."""
-    each, within = sum(parcels.values()), min(heads, ranks.intra)
+def _exchanged(parcels: Sequence[int], heads: int, ranks: Ranks, rates: Rates) -> float:
+    """Return the seconds of the messages of a pass's all-to-alls, one after another, by their bytes."""
+    each, within = sum(parcels), min(heads, ranks.intra)
     near = each * (within - 1) / rates.link(inter=False) * cost.stretched(Link.HEADS, within, rates)
     far = each * (heads - within) / rates.link(inter=True)
     return max(near, far) + (heads > 1) * len(parcels) * rates.latency

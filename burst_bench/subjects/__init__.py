@@ -1,8 +1,7 @@
 """SUBJECTS: everything that can be measured, by name.
 
 attention     one attention layer on ranks          masks      what masks save
-topology      an emulated cluster, in wall time     paper      the paper's comparison, emulated
-planning      what planning costs                   step       a training step under a framework
+topology      an emulated cluster, in wall time     step       a training step under a framework
 loss          the LM head and its loss
 kernels       local attention kernels; as "rowwise" the passes around them, as "hops" messages beside them
 recompute     ways to checkpoint layers on a ring, and as "offload" layers whose results leave the GPU
@@ -14,15 +13,22 @@ from burst_bench.subjects.attention import AttentionCase
 from burst_bench.subjects.kernels import HopsCase, KernelCase, RowCase
 from burst_bench.subjects.loss import HeadCase
 from burst_bench.subjects.masks import MaskCase
-from burst_bench.subjects.paper import PaperCase
-from burst_bench.subjects.planning import PlanCase
 from burst_bench.subjects.recompute import LayersCase, OffloadCase
 from burst_bench.subjects.step import StepCase
 from burst_bench.subjects.topology import ClusterCase
 from burst_bench.subjects.virtual_ring import VirtualCase
 
 _ALL: tuple[type[Case], ...] = (
-    AttentionCase, MaskCase, ClusterCase, PaperCase, PlanCase, HeadCase, LayersCase, StepCase, KernelCase,
-    RowCase, HopsCase, VirtualCase, OffloadCase,
-)  # fmt: skip
+    AttentionCase,
+    MaskCase,
+    ClusterCase,
+    HeadCase,
+    LayersCase,
+    StepCase,
+    KernelCase,
+    RowCase,
+    HopsCase,
+    VirtualCase,
+    OffloadCase,
+)
 SUBJECTS = {case.subject: case for case in _ALL}

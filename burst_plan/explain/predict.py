@@ -24,7 +24,7 @@ from burst_plan.machines import Machine, machine
 from burst_plan.simulate.cost import Sizes, link_bytes, message_bytes
 from burst_plan.simulate.costing import pairs_of, work_of
 from burst_plan.simulate.play import Timeline, play
-from burst_plan.simulate.reason import reason
+from burst_plan.simulate.reason import reason, to_paste
 from burst_plan.simulate.search import candidates, costed, taken
 from burst_plan.tables import cut, table
 from burst_plan.words import document_ends, gpu, in_words
@@ -114,7 +114,7 @@ def explain(
     auto = replace(config, head_parallel="auto")
     own = [each for each in found if config.head_parallel in ("auto", each.route.heads)]
     words: dict[str, Sequence[Candidate]] = {"default": own, "auto": found}
-    chosen = {"default": taken(config, of_kind), "auto": taken(auto, of_kind)}
+    chosen = {"default": taken(config, of_kind, found), "auto": taken(auto, of_kind, found)}
     if best(found).seconds * AS_FAST < chosen["auto"].seconds:
         words["by name"], chosen["by name"] = found, best(found)
     told = (
@@ -148,10 +148,8 @@ def _way(candidate: Candidate) -> tuple[object, ...]:
 
 def _settings(chosen: Candidate) -> str:
     """Return the settings that ask for a way, ready to paste."""
-    route = chosen.route
-    words = [f"ring={chosen.ring!r}", f"head_parallel={route.heads}"]
-    words += ["head_placement='outer'"] * route.outer
-    return ", ".join([*words, f"backward={chosen.direction!r}"])
+    placement = "outer" if chosen.route.outer else "inner"
+    return to_paste(chosen.ring, chosen.route.heads, placement, chosen.direction.value)
 
 
 LESS = (

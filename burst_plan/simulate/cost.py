@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -83,85 +82,11 @@ def farther(rank: Tensor, peer: Tensor, rates: Rates) -> Tensor:
     return times
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Bytes of memory that passes around a kernel move, for each element of the result of a kernel call."""
-
-    out: float
-    """O, merged."""
-    stays: float
-    """A gradient, added to a sum that stays with its rank."""
-    travels: float
-    """A gradient, added to a sum that travels."""
-    stand_in: float
-    """O of a travelling query: a kernel that forms D itself gets a stand-in for O."""
-    keys: float = 0.0
-    """K and V, in forward, copied before a call."""
-
-
-OURS = Passes(out=2.5, stays=2.5, travels=10.0, stand_in=3.3)
-"""The passes of `forward` and `backward`, as tests/kernels/test_passes.py counts them on a ring of 8."""
-
-
-@dataclass(frozen=True)
-class CallTime:
-    """Seconds of a kernel call and of the passes around it, by the size of its tile."""
-
-    per_pair: float
-    """Seconds of a query-key pair of all heads and of the whole batch."""
-    per_row: float = 0.0
-    """Seconds of a row that takes part: its share of the passes, of pipelines that fill and of idle ends."""
-
-    def seconds(self, pairs: Tensor, rows: int) -> Tensor:
-        """Return the seconds of calls, by their query-key pairs; rows: those of either side, at most.
-
-        Rows that take part are taken to be the side of a triangle with as many pairs.
-        """
-        kernel = pairs * self.per_pair
-        if not self.per_row:
-            return kernel
-        part = (2 * pairs).sqrt().clamp(max=rows)
-        return kernel + part * self.per_row
-
-
-def call_time(shard: Shard, pass_: Pass, rates: Rates, passes: Passes = OURS) -> CallTime:
-    """Return the time of kernel calls in a pass over `shard`'s heads.
-
-    A latent that travels is expanded for each bundle. Where latents stay, home's was expanded before.
-    """
-    forward = Pass(pass_) == Pass.FORWARD
-    compute = rates.compute if forward else rates.backward or rates.compute
-    softmax = shard.batch * shard.heads * (1 / rates.exponentials)
-    computed = replace(
-        shard, head_dim=rates.computed(shard.head_dim), value_dim=rates.computed(shard.value_dim)
-    )
-    per_pair = pass_flops(computed, 1, Pass(pass_)) / compute + softmax
-    wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
-    idle = wave / 2 / (shard.batch * shard.heads)
-    per_row = (rates.fill + idle) * per_pair + _bytes_around(shard, Pass(pass_), passes) / rates.memory
-    if shard.latent_travels and Pass(pass_) != Pass.QUERY:
-        per_row += expansion_seconds(shard, Pass(pass_), rates)
-    return CallTime(per_pair, per_row)
-
-
 def home_expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
     """Return the seconds to expand the rank's own rows alone, where K and V travel or stay."""
     if shard.latent_travels and Pass(pass_) != Pass.QUERY:
         return 0.0
     return shard.tokens * expansion_seconds(shard, Pass(pass_), rates)
-
-
-def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
-    """Return the bytes that passes move for a row that takes part in a kernel call, on both sides of it."""
-    q, out = shard.batch * shard.heads * shard.head_dim, shard.batch * shard.heads * shard.value_dim
-    kv = shard.batch * shard.kv_heads * (shard.head_dim + shard.value_dim)
-    if pass_ == Pass.FORWARD:
-        return passes.out * out + passes.keys * kv
-    if pass_ == Pass.KV:
-        if shard.latent_travels:
-            return passes.stays * (q + kv) + passes.travels * shard.batch * math.prod(shard.carried)
-        return passes.stays * q + passes.travels * kv
-    return passes.travels * q + passes.stays * kv + passes.stand_in * out
 
 
 PARCELS = (Kind.BUNDLE, Kind.ROWS, Kind.RESULT, Kind.SUM)

@@ -6,22 +6,21 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch import Tensor
 
-from burst_mcore.attention.candidates import Family, Question
+from burst_mcore.attention.candidates import Family, Question, kernel_seconds
 from burst_mcore.attention.choose import Candidate
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import Placement, pairs_between
-from burst_mcore.attention.schedule.actions import Kind, Link, Pass
+from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_plan.simulate.cost import (
-    call_time,
     exchange_seconds,
     home_expansion_seconds,
     host_seconds,
@@ -54,12 +53,6 @@ class Costs:
         """Return the pairs of positions that exchange rows, in the pass with most."""
         readings = (self.plan.reading(of_queries=pass_ == Pass.QUERY) for pass_ in (Pass.FORWARD, direction))
         return max(int(reading.meets.sum()) for reading in readings)
-
-    def moved(self, route: Route, direction: Pass) -> int:
-        """Return bytes by which the backward passes of a direct exchange compare: of all that others read."""
-        whole = message_bytes(self.shard, route, direction).whole
-        read = self.plan.reading(of_queries=direction == Pass.QUERY).elsewhere
-        return read * (whole[Kind.DATA] + whole[Kind.GRADIENT])
 
     def candidate(self, ring: str, route: Route, direction: Pass) -> Candidate:
         forward, backward = self.played[route, Pass.FORWARD], self.played[route, direction]
@@ -143,5 +136,5 @@ def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
 
 def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> KernelWork:
     """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
-    pooled = shard.pooled(route.heads)
-    return KernelWork(pairs, route.placement, call_time(pooled, pass_, rates), pooled.tokens)
+    seconds = partial(kernel_seconds, shard.pooled(route.heads), pass_, rates)
+    return KernelWork(pairs, route.placement, seconds)

@@ -99,10 +99,6 @@ class Counted(NamedTuple):
     entry: int
     owner: int
 
-    def of_all(self, moved: MovedPrograms) -> Tensor:
-        """[positions, passes]."""
-        return self.table[self.entry].index_select(0, moved.to(self.owner))
-
 
 class OfAll(Hops[Counted]):
     """Hops of all positions at once, as numbers of rows (`Counted`); asked for the program of position 0.

@@ -12,7 +12,7 @@ Letters: W passes (ways), G ranks, P positions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -26,7 +26,7 @@ from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import without_overlap
 from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
 from burst_mcore.rates import Rates
-from burst_plan.simulate.cost import CallTime, Sizes, farther, stretched
+from burst_plan.simulate.cost import Sizes, farther, stretched
 from burst_plan.simulate.counted import UNSENT, Counted, OfAll, RowCounts, moved
 
 NEVER = -torch.inf
@@ -79,12 +79,11 @@ class KernelWork:
     Args:
         pairs: query-key pairs, [ranks, ranks], of rows that stay and rows that travel.
         placement: the ranks of each position.
-        time: the time of kernel calls.
-        rows: rows of a position.
+        seconds: the seconds of kernel calls, by their pairs.
     """
 
-    def __init__(self, pairs: Tensor, placement: Placement, time: CallTime, rows: int) -> None:
-        self._pairs, self._placement, self._time, self._rows = pairs, placement, time, rows
+    def __init__(self, pairs: Tensor, placement: Placement, seconds: Callable[[Tensor], Tensor]) -> None:
+        self._pairs, self._placement, self._seconds = pairs, placement, seconds
 
     @cached_property
     def _by_member(self) -> Tensor:
@@ -98,13 +97,13 @@ class KernelWork:
     @cached_property
     def parts(self) -> Tensor:
         """Seconds of a member's rows, [position, member, source]: parts of one step."""
-        return self._time.seconds(self._by_member, self._rows)
+        return self._seconds(self._by_member)
 
     @cached_property
     def whole(self) -> Tensor:
         """Seconds of all rows, [position, source]; contiguous."""
         pairs = self._by_member.sum(1) if self._placement.heads > 1 else self._pairs
-        return self._time.seconds(pairs, self._rows).contiguous()
+        return self._seconds(pairs).contiguous()
 
     @cached_property
     def _by_place(self) -> dict[tuple[int, int], float]:
@@ -187,7 +186,8 @@ class _Lockstep:
         self.route = route = passes[0].route
         self.heads, self.positions, self.placement = route.heads, route.positions, route.placement
         self.moved = moved(route.nodes, route.intra)
-        self.rank, self.here = torch.arange(self.route.size), torch.arange(self.positions)
+        self.rank = torch.arange(self.route.size)
+        self.of_ranks: dict[int, Tensor] = {}
         self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
         other_end = self.placement.rank(self.positions - 1 - self.position, self.member)
         self.number = torch.stack([other_end if x.route.mirrored else self.rank for x in passes], 1)
@@ -316,14 +316,13 @@ class _Lockstep:
 
     def seconds(self, action: Compute) -> Tensor:
         """Return the seconds of a compute, for every rank and pass."""
-        source = self.moved.to(action.source)
+        source = self.counterparts(action.source)
         if action.part is None:
-            where = self.here * self.positions + source
-            return self.of_ranks(self.seconds_by_place.index_select(0, where))
+            return self.seconds_by_place.index_select(0, self.position * self.positions + source)
         member, per_pass = (self.member + action.part) % self.heads, []  # the program is that of member 0
         for routed in self.passes:  # a mirrored ring is counted from the other end
-            x, y = (-1 - self.here, -1 - source) if routed.route.mirrored else (self.here, source)
-            per_pass.append(routed.work.parts[x[self.position], member, y[self.position]])
+            x, y = (-1 - self.position, -1 - source) if routed.route.mirrored else (self.position, source)
+            per_pass.append(routed.work.parts[x, member, y])
         return torch.stack(per_pass, 1)
 
     @cached_property
@@ -333,8 +332,13 @@ class _Lockstep:
         mirrored = [routed.route.mirrored for routed in self.passes]
         return torch.stack([x.flip(0) if other else x for x, other in zip(columns, mirrored, strict=True)], 1)
 
-    def of_ranks(self, of_positions: Tensor) -> Tensor:
-        return of_positions if self.heads == 1 else of_positions.index_select(0, self.position)
+    def counterparts(self, position: int) -> Tensor:
+        """Return the position that each rank has where rank 0 has `position`, [G]."""
+        if self.heads == 1:
+            return self.moved.to(position)
+        if position not in self.of_ranks:
+            self.of_ranks[position] = self.moved.to(position).index_select(0, self.position)
+        return self.of_ranks[position]
 
     def bytes_of(self, send: Send | Send[Counted]) -> Tensor:
         """Return the bytes of a send, [G, W]; below zero where there is no message."""
@@ -344,7 +348,8 @@ class _Lockstep:
         else:
             (counted,) = send.rows
             assert isinstance(counted, Counted)  # a program that is given moves whole bundles
-            size = self.of_ranks(counted.of_all(self.moved)) * self.a_row[kind]
+            rows = counted.table[counted.entry].index_select(0, self.counterparts(counted.owner))
+            size = rows * self.a_row[kind]
         return size + self.absent[kind] if kind in self.absent else size
 
     def empty(self, send: Send | Send[Counted]) -> bool:

@@ -15,6 +15,12 @@ PHRASES = {
 }
 
 
+def to_paste(ring: str, heads: int, placement: str, direction: str) -> str:
+    """Return the settings of `BurstConfig` that ask for a way, ready to paste."""
+    outer = ", head_placement='outer'" * (placement == "outer")
+    return f"ring={ring!r}, head_parallel={heads}{outer}, backward={direction!r}"
+
+
 def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
     """Say why a candidate was chosen."""
     if chosen.seconds == 0:
@@ -23,7 +29,7 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
     kernel_share = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
     others = [c for c in costed if c is not chosen]
     if not others:
-        return f"no other way is left; {kernel_share}"
+        return f"no other way was simulated; {kernel_share}"
     rival = min(others, key=lambda c: c.seconds)
     ratio = rival.seconds / chosen.seconds
     if ratio * AS_FAST < 1:

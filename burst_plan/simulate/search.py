@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 
 from burst_mcore.attention.candidates import RINGS, Family, Question, Settings, routes, settings_of
 from burst_mcore.attention.choose import AS_FAST, Candidate, best, decide
+from burst_mcore.attention.choose import candidates as counted_ways
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.config import BurstConfig
@@ -19,44 +21,67 @@ from burst_plan.simulate.costing import Costs
 PARTNERS = 2**14
 """Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
+NEAR, FAR = 1.25, 1.1
+"""On many ranks a way is simulated if the rule counts at most `NEAR` times the seconds of its best way, and
+the way's kernels take at most `FAR` times the fastest that was simulated."""
 MANY = 64
-"""Ranks up to which a call tries all direct exchanges. Beyond, it first tries the side with fewer bytes,
-and beside shared heads only `FEW` messages unless their degree is set: 1024 ranks would take a minute."""
+"""Ranks up to which a search takes all that settings leave. Beyond, it leaves out ways that are not near,
+flat rings beside double ones, and direct exchanges with shared heads that send more than `FEW` messages."""
 FEW = 2**10
-"""Messages of a direct exchange with shared heads, at most, in the search of a call on many ranks."""
 
 
 @lru_cache(maxsize=64)
 def candidates(question: Question, settings: Settings, *, every: bool = True) -> tuple[Candidate, ...]:
-    """Return every combination of ring, degree and direction with its cost; rings the better way round.
+    """Return combinations of ring, degree and direction with their costs; rings the better way round.
 
     A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well.
 
     Args:
         every: False leaves out routes that cannot change what is the best (`_matters`).
     """
-    costs_at, words = cache(partial(Costs, question)), routes(question, settings)
-    quick = not every and question.ranks.size > MANY
+    many = question.ranks.size > MANY
+    near = _near(question, settings) if many else None
+    costs_at = lru_cache(maxsize=1 if many else None)(partial(Costs, question))  # of 40 MB on 1,024 ranks
     costed: list[Candidate] = []
     with _collector_paused():
-        least, family = {}, {route: Family.of(route, question.ranks.intra) for route in words}
+        words = {
+            route: word for route, word in routes(question, settings).items() if near is None or route in near
+        }
+        family = {route: Family.of(route, question.ranks.intra) for route in words}
+        least = dict[Route, float]()
         for each in words:
-            least[each] = min(costs_at(each.placement).least(each, side) for side in settings.directions)
-        near = AS_FAST * min(least.values(), default=0.0)
-        first = {route: quick and route.direct for route in words}
-        waiting = sorted(words, key=lambda x: (not first[x], least[x] > near, family[x], least[x]))
+            costs = costs_at(each.placement)
+            least[each] = min(costs.least(each, side) for side in settings.directions)
+        limit = AS_FAST * min(least.values(), default=0.0)
+        waiting = sorted(words, key=lambda x: (least[x] > limit, family[x], least[x]))
         while route := next((x for x in waiting if every or _matters(family[x], least[x], costed)), None):
             waiting.remove(route)
-            costs, sides = costs_at(route.placement), settings.directions
-            if first[route] and len(words) > 1:
-                sides = (min(sides, key=partial(costs.moved, route)),)
-            sides = tuple(side for side in sides if _may_be(costs, route, side, settings, quick))
-            limit = math.inf if every or not costed else AS_FAST * min(each.seconds for each in costed)
+            costs = costs_at(route.placement)
+            fastest_yet = min((each.seconds for each in costed), default=math.inf)
+            sides = [
+                side
+                for side in (settings.directions if near is None else near[route])
+                if _may_be(costs, route, side, settings, quick=many and not every)
+                and not (many and costs.least(route, side) > FAR * fastest_yet)
+            ]
+            limit = math.inf if every else AS_FAST * fastest_yet
             costed += (
                 best([costs.candidate(words[route], way, side) for way in costs.ways(route)])
                 for side in costs.play(route, sides, limit)
             )
     return tuple(costed)
+
+
+def _near(question: Question, settings: Settings) -> dict[Route, list[Pass]]:
+    """Return the ways that the rule counts within `NEAR` of its best: a route's directions."""
+    counted = counted_ways(question, settings)
+    limit = NEAR * min(each.seconds for each in counted)
+    near = defaultdict[Route, list[Pass]](list)
+    for each in counted:
+        route = replace(each.route, mirrored=False)
+        if each.seconds <= limit and each.direction not in near[route]:
+            near[route].append(each.direction)
+    return {route: sides for route, sides in near.items() if sides}
 
 
 def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
@@ -73,12 +98,14 @@ def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
 def costed(
     config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None
 ) -> tuple[Candidate, ...]:
-    """Return every way that a configuration allows, with its cost: flat rings, too, which "auto" never takes.
+    """Return the ways that a configuration allows, with their costs: flat rings too, which no call searches.
+
+    On more than `MANY` ranks these are the ways that the rule counts as near, and no flat ring beside others.
 
     degrees: those of head parallelism to try; default all that the configuration allows.
     """
     settings = settings_of(config, question, degrees)
-    rings = RINGS if config.ring == "auto" else settings.rings
+    rings = RINGS if config.ring == "auto" and question.ranks.size <= MANY else settings.rings
     return candidates(question, replace(settings, rings=rings))
 
 
@@ -92,9 +119,15 @@ def fastest(config: BurstConfig, question: Question) -> Candidate:
     return best(tried(config, question))
 
 
-def taken(config: BurstConfig, question: Question) -> Candidate:
-    """Return the way that a call takes by its rule, simulated; the layout of `config` is not used."""
+def taken(config: BurstConfig, question: Question, known: Sequence[Candidate] = ()) -> Candidate:
+    """Return the way that a call takes by its rule, simulated; the layout of `config` is not used.
+
+    known: ways that were simulated before.
+    """
     route, direction, _ = decide(config, question)
+    for each in known:
+        if (each.route, each.direction) == (route, direction):
+            return each
     settings = settings_of(config, question)
     word = next(word for way, word in routes(question, settings).items() if _same(way, route))
     costs = Costs(question, route.placement)
@@ -107,7 +140,7 @@ def _same(way: Route, other: Route) -> bool:
     return replace(way, mirrored=other.mirrored) == other
 
 
-def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, quick: bool) -> bool:
+def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, *, quick: bool) -> bool:
     """Return whether a way does not need too many connections."""
     if route.direct and len(settings.rings) > 1:
         partners = costs.partners(direction)

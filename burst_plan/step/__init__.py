@@ -10,5 +10,5 @@ time       seconds by part, exposed communication by cause
 figures    tokens a second, MFU, and the timeline of a step
 search     every way ranked, the reasons against others, the longest sequence
 advice     flags of Megatron and the JSON of DeepSpeed for a way
-planned    the command `plan`: words to a search, a search to text; page: one HTML page with sliders
+planned    the command `plan`: words to a search, a search to text
 """

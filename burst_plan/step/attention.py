@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from burst_mcore.attention.candidates import Question, Ranks
+from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.rates import Rates
-from burst_plan.simulate.search import fastest
+from burst_plan.simulate.reason import to_paste
+from burst_plan.simulate.search import fastest, taken
 from burst_plan.words import mask_of
 
 OPEN = BurstConfig(head_parallel="auto")
@@ -95,21 +97,41 @@ def _layouts(mask: str, seq: int, ranks: int, layouts: Sequence[str]) -> Sequenc
 
 @lru_cache(maxsize=2048)
 def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> AttentionTime:
-    dealt = Layout.of(config.layout)
-    padded = dealt.padded(seq, ranks.size)
-    shard = replace(shard, tokens=padded // ranks.size)
-    chosen = fastest(config, Question(shard, dealt, mask_of(mask, padded), padded, ranks, rates))
+    chosen = fastest(config, _question(config.layout, shard, seq, ranks, rates, mask))
     return AttentionTime(
         forward=chosen.forward_seconds,
         backward=chosen.backward_seconds,
         kernel=chosen.compute_seconds,
-        layout=str(dealt),
+        layout=str(Layout.of(config.layout)),
         ring=chosen.ring,
         head_parallel=chosen.route.heads,
         head_placement="outer" if chosen.route.outer else "inner",
         direction=str(chosen.direction.value),
         nodes=chosen.route.nodes,
     )
+
+
+def _question(
+    layout: Layout | str, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str
+) -> Question:
+    dealt = Layout.of(layout)
+    padded = dealt.padded(seq, ranks.size)
+    shard = replace(shard, tokens=padded // ranks.size)
+    return Question(shard, dealt, mask_of(mask, padded), padded, ranks, rates)
+
+
+def beside_rule(runs: AttentionTime, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> str:
+    """Say which way a call takes by its rule on the same layout, and by how much the way is behind."""
+    question = _question(runs.layout, shard, seq, ranks, rates, mask)
+    taken_way = taken(replace(OPEN, layout=runs.layout), question)
+    route, behind = taken_way.route, taken_way.seconds / (runs.forward + runs.backward) - 1
+    placement = "outer" if route.outer else "inner"
+    way = to_paste(taken_way.ring, route.heads, placement, taken_way.direction.value)
+    words = f'rule of a call with all "auto": {way}, '
+    if behind <= AS_FAST - 1:
+        return f"{words}as fast (simulated)"
+    own = to_paste(runs.ring, runs.head_parallel, runs.head_placement, runs.direction)
+    return f"{words}{behind:.0%} slower (simulated); to paste: {own}"
 
 
 def keys(mask: str, seq: int) -> float:

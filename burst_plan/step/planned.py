@@ -9,8 +9,9 @@ from burst_mcore.rates import Rates
 from burst_plan.explain.predict import cluster as parse
 from burst_plan.machines import MACHINES
 from burst_plan.step.advice import advice, notes
+from burst_plan.step.attention import beside_rule
 from burst_plan.step.figures import Cluster, PredictedStep, short
-from burst_plan.step.memory import total
+from burst_plan.step.memory import shard_of, total
 from burst_plan.step.model import LARGEST, model_of
 from burst_plan.step.recurrence import told
 from burst_plan.step.search import Answer, kind, search
@@ -110,7 +111,12 @@ def recommendation(answer: Answer) -> list[str]:
         return [answer.reason]
     way, runs, place = answer.chosen.way, answer.chosen.attention, answer.place
     layers = told(answer.model, runs.layout, answer.seq, way.ring(place.ranks), place.rates)
-    lines = [f"recommended: {answer.reason}", f"attention: {runs}", *layers, "", _stack(answer.chosen), ""]
+    lines = [f"recommended: {answer.reason}", f"attention: {runs}"]
+    if way.cp > 1 and answer.model.attending:
+        shard = shard_of(answer.model, way, answer.seq)
+        where = answer.seq, way.ring(place.ranks), place.rates, answer.mask
+        lines.append(beside_rule(runs, shard, *where))
+    lines += [*layers, "", _stack(answer.chosen), ""]
     for best in filter(None, map(answer.best_of, FRAMEWORKS)):
         title = f"{best.way}; add {MISSING[best.way.framework]}:"
         lines += [title, advice(best), *(f"note: {note}" for note in notes(best)), ""]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,6 @@ import torch
 from tables import with_rows
 
 from burst_bench.methods.attention import share_of
-from burst_bench.subjects.planning import packed
 from burst_mcore.attention.candidates import RINGS, Family, Question, Ranks, Settings, legal_degrees, routes
 from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.attention.schedule.actions import Pass
@@ -24,6 +24,8 @@ from burst_plan.machines import MACHINES
 from burst_plan.simulate.costing import Costs
 
 PAGE = Path(__file__).parents[1] / "evidence" / "earnings.md"
+DOCUMENT = 2048
+"""Tokens of a document, on average; none is shorter than half of that, or longer than one and a half."""
 CLUSTERS = {"1x8": Ranks(8, 8), "2x8": Ranks(16, 8), "4x8": Ranks(32, 8), "8x8": Ranks(64, 8)}
 NAMES = ("H100", "A800", "L20-PCIe")
 MASKS = ("causal", "full", "window", "documents")
@@ -46,6 +48,14 @@ SUMMARY = (
 BY_CLUSTER = f"| cluster | {' | '.join(DECIDED)} |\n|---|{'---|' * len(DECIDED)}\n"
 Cell = dict[str, float]
 """Seconds of the fastest way, by row."""
+
+
+def packed(n: int, seed: int) -> Mask:
+    """Return causal documents of about `DOCUMENT` tokens."""
+    draw, ends = random.Random(seed), [0]
+    while ends[-1] < n:
+        ends.append(min(n, ends[-1] + draw.randint(DOCUMENT // 2, 3 * DOCUMENT // 2)))
+    return Mask.causal() & Mask.documents(ends)
 
 
 def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:

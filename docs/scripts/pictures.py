@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import torch
 from drawing import GREY, INK, LIGHT, Drawing, colour
 from timelines import COMMANDS, timeline
 
@@ -37,7 +38,6 @@ from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.layout.balance import imbalance
 from burst_mcore.recurrent.programs import Compose
 from burst_mcore.recurrent.scan import scan_of
-from burst_plan.explain.mask_picture import raster
 from burst_plan.simulate.cost import allowed_pairs
 
 IMAGES = Path(__file__).parents[1] / "images"
@@ -259,10 +259,16 @@ def masks() -> Drawing:
         x, y = 8 + number % 4 * (cell * tokens + 24), 24 + number // 4 * (cell * tokens + 40)
         drawing.text(x, y - 8, name, bold=True)
         drawing.box(x, y, cell * tokens, cell * tokens, "white", stroke="#bbbbbb")
-        for row, allowed in enumerate(raster(mask, tokens, tokens).tolist()):
-            for first, count in _runs([share > 0 for share in allowed]):
+        for row, allowed in enumerate(_pairs(mask, tokens).tolist()):
+            for first, count in _runs(allowed):
                 drawing.box(x + cell * first, y + cell * row, cell * count, cell, colour(0))
     return drawing
+
+
+def _pairs(mask: Mask, n: int) -> torch.Tensor:
+    """Return which of n keys each of n queries may attend to."""
+    at = torch.arange(n)
+    return mask.allows(at, at)
 
 
 def _runs(marks: list[bool]) -> Iterator[tuple[int, int]]:
@@ -323,7 +329,7 @@ def segments() -> Drawing:
         24,
         7,
     )
-    pairs = raster(Mask.causal(), tokens, tokens) > 0
+    pairs = _pairs(Mask.causal(), tokens)
     for number, keep in enumerate((0.0, 0.5, 1.0)):
         cut = cut_for(keep, Layout.of("striped"), Mask.causal(), 8192, 8).keep
         x, y, first = 8 + number * (cell * tokens + 60), 24, round((1 - cut) * tokens)

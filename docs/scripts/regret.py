@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from earnings import CLUSTERS, KV_HEADS, MASKS, NAMES, TOKENS
+from earnings import CLUSTERS, KV_HEADS, MASKS, NAMES, TOKENS, packed
 from tables import with_rows
 
 from burst_bench.methods.attention import share_of
-from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.candidates import SEARCHED, Question, Settings, legal_degrees, routes
 from burst_mcore.attention.choose import AS_FAST, decide

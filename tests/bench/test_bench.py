@@ -256,14 +256,6 @@ def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
     limits.until(lambda: not running(), "the ranks did not end with the benchmark")
 
 
-def test_cold_rounds_count_from_the_first_and_with_their_memory():
-    calls = []
-    trials = {"plan": Trial({"": lambda: calls.append(torch.ones(2**22))})}
-    samples = stage.interleave(trials, World(0, 1), 1, cold=True, clearly=1.5)
-    assert len(calls) == 1 and len(samples["plan", "cpu"]) == 1
-    assert samples["plan", "peak"][0] > 2**23
-
-
 def _over_ranks(rank, size):
     return stage.over_ranks({"cpu": 1.0 + rank, "wall": 1.0 + rank, "forward cpu": 2.0}, World(rank, size))
 

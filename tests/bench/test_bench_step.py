@@ -171,7 +171,7 @@ def test_mfu_is_of_what_the_ranks_can_do():
     ("words", "error"),
     [
         (["--framework", "jax"], "framework must be one of deepspeed, fsdp, megatron, got 'jax'"),
-        (["--cluster", "2x4"], "step has no option --cluster"),
+        (["--cluster", "2x4"], "unrecognized arguments: --cluster 2x4"),
         (["--case", "ranks=4; nodes=3"], "ranks must be a multiple of nodes, 3, got 4"),
         (["--case", "seq=100; ranks=8"], "seq must be a multiple of 2 x ranks, 16"),
         (["--case", "heads=6; kv_heads=4"], "heads must be a multiple of kv_heads, 4, got 6"),

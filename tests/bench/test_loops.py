@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from burst_bench.published.loops import INTERNEVO, MAGI_DOUBLE_RING, RING_FLASH,
 from burst_bench.published.methods import WAYS, programs_of, seconds_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
+from burst_mcore.attention.candidates import kernel_seconds
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import Placement
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass, Send
 from burst_mcore.attention.schedule.route import Route, Schedule
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
-from burst_plan.simulate.cost import CallTime, call_time, message_bytes
+from burst_plan.simulate.cost import message_bytes
 from burst_plan.simulate.lockstep import KernelWork, RoutedPass, play_all
 from burst_plan.simulate.play import play
 
@@ -69,7 +71,7 @@ def test_loops_played_at_once_are_every_rank_played(name, pass_, node):
     shard = Shard(batch=1, tokens=64, heads=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.bfloat16)
     size = route.positions
     pairs = (torch.rand(size, size, generator=torch.Generator().manual_seed(7)) * 4000 + 100).double()
-    work = KernelWork(pairs, Placement(size), call_time(shard, pass_, RATES), shard.tokens)
+    work = KernelWork(pairs, Placement(size), partial(kernel_seconds, shard, pass_, RATES))
     programs = tuple(programs_of(loop, route, pass_))
     routed = RoutedPass(route, pass_, message_bytes(shard, route, pass_), work, programs[0])
     plan = Plan(Layout("zigzag"), Mask.full(), 64 * size, Placement(size))
@@ -96,9 +98,10 @@ def test_the_end_of_a_kernel_costs_half_a_wave_of_rows():
     rates = Rates(intra=1e9, inter=1e9, compute=1e12, wave=800.0, wave_backward=400.0)
     pairs = torch.tensor([1024.0 * 1024], dtype=torch.float64)
     for pass_, rows in ((Pass.FORWARD, 50.0), (Pass.KV, 25.0)):
-        time = call_time(shard, pass_, rates)
-        idle = CallTime(time.per_pair, rows * time.per_pair)
-        assert float(time.seconds(pairs, 1024)) == pytest.approx(float(idle.seconds(pairs, 1024)))
-    assert math.isclose(
-        call_time(shard, Pass.KV, replace(rates, wave_backward=None)).per_row, 50 * time.per_pair
-    )
+        plain = float(kernel_seconds(shard, pass_, replace(rates, wave=0.0, wave_backward=0.0), pairs))
+        per_pair = plain / float(pairs)
+        assert float(kernel_seconds(shard, pass_, rates, pairs)) == pytest.approx(
+            plain + 1024 * rows * per_pair
+        )
+    alike = kernel_seconds(shard, Pass.KV, replace(rates, wave_backward=None), pairs)
+    assert math.isclose(float(alike), plain + 1024 * 50 * per_pair)

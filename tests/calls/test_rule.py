@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planned import packed
 
 from burst_bench.methods.attention import share_of
-from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention import candidates as question_module
 from burst_mcore.attention import choose as choose_module

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 BUILD = "from setuptools import build_meta as b; b.build_{}({!r})"
 NEEDED = (
-    "burst_mcore/py.typed", "burst_plan/py.typed", "burst_bench/py.typed", "burst_plan/step/page.html",
+    "burst_mcore/py.typed", "burst_plan/py.typed", "burst_bench/py.typed",
     "burst_plan/step/errors.json", "burst_plan/step/model/presets.json",
     "burst_plan/step/model/families.json", "burst_plan/patches/README.md",
 )  # fmt: skip

@@ -10,8 +10,8 @@ from cells import crossed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
+from planned import packed
 
-from burst_bench.subjects.planning import packed
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.candidates import (
     RINGS,

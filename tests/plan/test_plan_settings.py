@@ -8,6 +8,8 @@ import random
 import re
 import shlex
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +21,7 @@ from burst_mcore.rates import Rates
 from burst_plan.cli import app, main
 from burst_plan.machines import machine, machine_of
 from burst_plan.step.advice import deepspeed_config, megatron_flags
+from burst_plan.step.figures import TABLE
 from burst_plan.step.memory import stack, total
 from burst_plan.step.planned import planned, text
 from burst_plan.step.way import Way, why_not
@@ -207,7 +210,7 @@ def test_contradictions_are_one_line_and_status_2(command, model, words):
 
 def test_a_package_that_is_missing_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tabulate", None)
-    wanted = [f"--json={tmp_path / 'plan.json'}", f"--html={tmp_path / 'plan.html'}"]
+    wanted = [f"--json={tmp_path / 'plan.json'}"]
     words = ["plan", "--model", MEGATRON, "--seq", "8K", "--cluster", "a800:1x1", *wanted]
     monkeypatch.setattr(sys, "argv", ["burst-mcore", *words])
     with pytest.raises(SystemExit) as ended:
@@ -234,8 +237,7 @@ def test_a_package_that_is_missing_is_one_line_and_status_2(tmp_path, monkeypatc
         (["explain", "--heads", "1000000000"], "heads must be at most 65536, got 1000000000"),
         (["calibrate", "--out", "/"], "burst-mcore calibrate: cannot write /: Is a directory"),
         (["calibrate", "--out", "/proc/rates.json"], "burst-mcore calibrate: cannot write /proc/rates.json"),
-        (["draw", "--out", "x.xyz"], "x.xyz has no suffix of a picture; legal: "),
-        (["draw", "--out", "/proc/x/y.png"], "burst-mcore draw: "),
+        (["draw", "--out", "/proc/x/y.json"], "burst-mcore draw: "),
         (
             ["plan", "--model", "7b", "--seq", "8K", "--gpu", "memory=24GB,tflops=9,gb=9"],
             "give a cluster such",
@@ -299,7 +301,7 @@ def test_machines_have_the_names_that_people_write(name):
 
 @pytest.mark.parametrize("columns", [60, 100])
 def test_tables_are_no_wider_than_the_terminal(columns, tmp_path):
-    files = ["--out", str(tmp_path / "name")]
+    files = ["--out", str(tmp_path / "name.json")]
     for words, head in (
         (["explain", "--cluster", "2x2", "--seq", "8K"], "head_parallel"),
         (["plan", "--model", MEGATRON, "--seq", "8K", "--cluster", "a800:1x2", "--top", "3"], "tokens/s/GPU"),
@@ -315,7 +317,7 @@ def test_tables_are_no_wider_than_the_terminal(columns, tmp_path):
             shown = [*itertools.takewhile(re.compile(r"(?!\(|and |speeds).").match, lines[begin:])]
             assert len(shown) > 4 and max(map(len, shown)) <= most, shown
         assert "columns" in narrow.output and "columns wide" not in wide.output
-    assert f"timeline: {tmp_path / 'name.png'}" in narrow.output and (tmp_path / "name.png").is_file()
+    assert f"trace: {tmp_path / 'name.json'}" in narrow.output and (tmp_path / "name.json").is_file()
 
 
 def test_a_number_of_ways_and_a_length_have_bounds(tmp_path):
@@ -356,3 +358,49 @@ def test_the_doctor_reviews_deepspeeds_json_or_says_why_not(tmp_path):
     file.write_text(json.dumps({**config, "train_micro_batch_size_per_gpu": 2}))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "step: not predicted" in done.output and "memory of a rank" in done.output
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere/plan.json", "there is no folder"),
+        ("file/plan.json", "there is no folder"),
+        (".", "cannot write"),
+        ("n" * 300, "cannot write"),
+        ("/proc/plan.json", "cannot write"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_line_and_status_2(path, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("kept")
+    asked = ["plan", "--model", "7b", "--seq", "128K", "--cluster", "a800:1x8", "--json", path]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2 and len(done.output.splitlines()) == 1 and words in done.output, done.output
+    assert [one.name for one in tmp_path.iterdir()] == ["file"] and Path("file").read_text() == "kept"
+
+
+def test_every_speed_comes_with_the_errors_of_its_kind(tmp_path):
+    asked = ["plan", "--model", "7b", "--seq", "128K", "--cluster", "a800:1x8"]
+    done = CliRunner().invoke(app, [*asked, "--top", "3", "--json", str(tmp_path / "plan.json")])
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    ways = [*plan["ways"], plan["recommended"]]
+    assert len(ways) > 50
+    for way in ways:
+        kind = "TP or PP" if re.search("TP|PP", way["words"]) else "long context"
+        errors = way["errors"]
+        assert errors["kind"] == kind and errors["runs"] > 0 and errors["low"] < errors["high"]
+        assert errors["words"].endswith(f"were {errors['range']} off the measured speed")
+    assert {way["errors"]["kind"] for way in ways} == {"TP or PP", "long context"}
+    assert plan["reason"].count("public runs of this kind") == 1
+    assert re.search(r"tokens/s/GPU +off by +MFU", done.output)
+    assert f"speeds: {plan['recommended']['errors']['words']}" in done.output
+    fsdp = CliRunner().invoke(app, [*asked[:-4], "--seq", "8K", *asked[-2:], "--batch", "16", "--top", "1"])
+    assert "of this kind (dense FSDP)" in fsdp.output
+
+
+def test_a_wheel_has_all_tables():
+    root = Path(__file__).parents[2]
+    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    step = root / "burst_plan" / "step"
+    there = {str(path.relative_to(step)) for path in step.rglob("*.json")}
+    assert TABLE in there == set(packaged["burst_plan.step"])

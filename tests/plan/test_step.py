@@ -12,21 +12,26 @@ import torch
 from live import LiveBytes
 from typer.testing import CliRunner
 
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.candidates import Question, Ranks
+from burst_mcore.attention.choose import decide
 from burst_mcore.checkpointing import KeepAttention, Offload, Segment
+from burst_mcore.config import BurstConfig
 from burst_mcore.deepspeed.config.section import section_of
+from burst_mcore.layout import Layout
 from burst_mcore.loss import patch_causal_lm
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy
 from burst_plan.cli import app
 from burst_plan.machines import MACHINES
+from burst_plan.simulate.search import taken
 from burst_plan.step.advice import deepspeed_config, megatron_flags
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import Cluster, PredictedStep, step
-from burst_plan.step.memory import ON_CPU, moments, stack, states, total
+from burst_plan.step.memory import ON_CPU, moments, shard_of, stack, states, total
 from burst_plan.step.model import PRESETS, from_config, model_of
-from burst_plan.step.planned import planned, text
+from burst_plan.step.planned import planned, recommendation, text
 from burst_plan.step.search import least, search
 from burst_plan.step.way import Way, why_not
+from burst_plan.words import mask_of
 
 A800 = MACHINES["A800"]
 PLACE = Cluster(ranks=Ranks(8, 8), rates=A800.rates, peak=A800.tflops * 1e12, memory=A800.memory, name="A800")
@@ -330,3 +335,20 @@ def test_live_bytes_are_those_of_storages_that_are_alive():
         assert (live.live, live.peak) == (4000, 8000)
         del y
         assert live.live == 0
+
+
+@pytest.mark.parametrize(("mask", "behind"), [("causal", False), ("causal & documents:random,64", True)])
+def test_a_plan_names_the_way_of_the_calls_rule_and_settings_where_it_is_behind(mask, behind):
+    answer = planned("7b", "256K", "a800:4x8", 1, None, mask)
+    runs, (line,) = answer.chosen.attention, [x for x in recommendation(answer) if x.startswith("rule of")]
+    shard = replace(shard_of(answer.model, answer.chosen.way, answer.seq), tokens=2**18 // 32)
+    where = Ranks(32, 8), answer.place.rates
+    question = Question(shard, Layout.of(runs.layout), mask_of(mask, 2**18), 2**18, *where)
+    config = BurstConfig(head_parallel="auto", layout=runs.layout)
+    (route, direction, _), chosen = decide(config, question), taken(config, question)
+    assert f"head_parallel={route.heads}" in line and f"backward='{direction}'" in line
+    slower = chosen.seconds / (runs.forward + runs.backward) - 1
+    assert (slower > 0.05) == behind == ("to paste: " in line) != ("as fast (simulated)" in line)
+    if behind:
+        own = f"ring='{runs.ring}', head_parallel={runs.head_parallel}"
+        assert f"{slower:.0%} slower (simulated); to paste: {own}" in line

@@ -25,13 +25,12 @@ from burst_bench.published.against import (
 from burst_bench.published.methods import FITTED, WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.candidates import Question, Ranks, Settings
+from burst_mcore.attention.candidates import Question, Ranks, Settings, kernel_seconds
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import CPU, RATES_FILE, Rates, default_rates
 from burst_plan.cli import app
 from burst_plan.machines import CONSTANTS, MACHINES, machine, machine_of
-from burst_plan.simulate.cost import CallTime, call_time
 from burst_plan.simulate.search import candidates
 from burst_plan.words import in_words
 
@@ -236,10 +235,13 @@ def test_every_method_is_slower_than_its_kernel_alone(method, passes, hardware):
 
 
 def test_time_of_a_call_grows_with_its_tile():
-    time = CallTime(per_pair=1.0, per_row=10.0)
+    shard = Shard(batch=1, tokens=8, heads=1, kv_heads=1, head_dim=1, value_dim=1, dtype=torch.float32)
+    rates = Rates(intra=1.0, inter=1.0, compute=4.0, fill=10.0)  # 4 FLOPs a pair
     pairs = torch.tensor([0.0, 8.0, 32.0, 200.0], dtype=torch.float64)
-    assert time.seconds(pairs, 8).tolist() == [0.0, 8 + 40, 32 + 80, 200 + 80]
-    assert CallTime(2.0).seconds(pairs, 8).tolist() == [0.0, 16.0, 64.0, 400.0]
+    seconds = kernel_seconds(shard, Pass.FORWARD, rates, pairs)
+    assert seconds.tolist() == [0.0, 8 + 40, 32 + 80, 200 + 80]
+    plain = kernel_seconds(shard, Pass.FORWARD, replace(rates, fill=0.0), pairs)
+    assert plain.tolist() == [0.0, 8.0, 32.0, 200.0]
 
 
 def test_small_tiles_are_slow_and_backward_has_a_rate_of_its_own():
@@ -249,12 +251,12 @@ def test_small_tiles_are_slow_and_backward_has_a_rate_of_its_own():
     )
     pairs = torch.tensor([1024.0 * 1024], dtype=torch.float64)
     forward, plain = (
-        call_time(shard, Pass.FORWARD, r).seconds(pairs, 1024) for r in (rates, replace(rates, fill=0))
+        kernel_seconds(shard, Pass.FORWARD, each, pairs) for each in (rates, replace(rates, fill=0))
     )
     assert float(forward) > 1.09 * float(plain)
-    backward = call_time(shard, Pass.KV, rates)
+    backward = float(kernel_seconds(shard, Pass.KV, replace(rates, fill=0.0, memory=1e30), pairs))
     flops = 2 * 8 * (3 * 64 + 2 * 64)
-    assert backward.per_pair == pytest.approx(flops / 5e11 + 8 / 1e12)
+    assert backward == pytest.approx(float(pairs) * (flops / 5e11 + 8 / 1e12))
 
 
 def _candidates(rates, *, kv_heads=8, degrees=(1, 2, 4, 8)):

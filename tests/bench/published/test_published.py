@@ -5,16 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from sources import Paper, fitted, row_of_words
 from step_errors import judged, ranges, table
 
 from burst_bench.published.against import compare
 from burst_bench.published.training import of_row, predicted
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.candidates import Ranks, kernel_seconds
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import CPU
 from burst_plan.machines import CONSTANTS, MACHINES
-from burst_plan.simulate.cost import call_time
 from burst_plan.step import figures
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.figures import TABLE, errors_of, kind_of
@@ -158,7 +158,9 @@ def test_a_kernel_computes_the_next_head_dim_that_it_has():
     shard = shard_of(PRESETS["gpt-2.7b"], FULL, 2**16)
 
     def per_pair(dim, rates):
-        return call_time(replace(shard, head_dim=dim, value_dim=dim), Pass.FORWARD, rates).per_pair
+        rates = replace(rates, fill=0.0, wave=0.0, memory=1e30)
+        of_dim = replace(shard, head_dim=dim, value_dim=dim)
+        return float(kernel_seconds(of_dim, Pass.FORWARD, rates, torch.ones(1, dtype=torch.float64)))
 
     assert per_pair(64, SLOW) < per_pair(80, SLOW) == per_pair(96, SLOW) < per_pair(128, SLOW)
     assert per_pair(80, CPU) < per_pair(96, CPU)  # where none are named, a kernel has every head dim

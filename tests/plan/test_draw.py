@@ -1,42 +1,26 @@
-"""Masks as words and as pictures: what `burst-mcore draw --mask ... --layout ...` shows."""
+"""Masks as words, and drawings of passes: what `burst-mcore draw --mask ... --layout ...` shows."""
 
 import json
 import re
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from masks import layouts, random_mask, randoms
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.candidates import Ranks
-from burst_mcore.attention.geometry.plan import plan_for, plan_of
-from burst_mcore.attention.geometry.tiles import tiles_of
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.kernels.table import KERNELS
-from burst_mcore.attention.schedule.actions import Compute
-from burst_mcore.attention.schedule.route import Route, program
 from burst_mcore.layout.balance import imbalance
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
-from burst_plan.explain import mask_picture, predict
-from burst_plan.explain.mask_picture import (
-    edges_of,
-    outlines,
-    owners,
-    placed,
-    raster,
-    save_mask,
-    tiles_summary,
-)
-from burst_plan.explain.pairs import pairs_at
+from burst_plan.explain import predict
+from burst_plan.explain.pairs import tiles_summary
 from burst_plan.explain.problem import LayerProblem
 from burst_plan.words import document_ends, mask_of, shortened
 
@@ -144,118 +128,6 @@ def test_a_mask_over_fewer_tokens_is_the_same_picture(text, shorter):
     mask_of(shorter, 512)
 
 
-@given(randoms, st.integers(1, 60), st.integers(1, 70))
-@settings(max_examples=60, deadline=None)
-def test_the_raster_is_the_mask(draw, n, cells):
-    mask = random_mask(draw, n)
-    at, edges = torch.arange(n), edges_of(n, cells).tolist()
-    allowed = mask.allows(at, at).double()
-    found = raster(mask, n, cells)
-    assert found.shape == (len(edges) - 1,) * 2 and len(found) <= cells
-    for (row, (a, b)), (column, (c, d)) in product(enumerate(pairwise(edges)), repeat=2):
-        assert found[row, column] == pytest.approx(float(allowed[a:b, c:d].mean()))
-
-
-def test_a_raster_of_a_million_tokens_needs_no_million_squared():
-    found = raster(mask_of("causal & documents:random,64", 2**20), 2**20)
-    allowed = sum(length * (length + 1) / 2 for length in _lengths())
-    assert float(found.mean()) * 2**40 == pytest.approx(allowed, rel=1e-12)
-
-
-def _lengths():
-    return [b - a for a, b in pairwise(document_ends("documents:random,64", 2**20))]
-
-
-@pytest.mark.parametrize("layout", layouts(4), ids=str)
-@pytest.mark.parametrize("heads", [1, 2])
-def test_a_row_has_the_colours_of_those_that_hold_it(layout, heads):
-    n = 101
-    plan = plan_for(layout, Mask.causal(), n, 4 // heads, heads)
-    edges = edges_of(n, 20)
-    held = owners(plan, edges)
-    holder = torch.empty(n, dtype=torch.int64)
-    for rank in range(4):
-        for run in layout.runs(n, rank, 4):
-            holder[[at for at in run if at < n]] = rank // heads
-    for row, (a, b) in enumerate(pairwise(edges.tolist())):
-        want = torch.bincount(holder[a:b], minlength=4 // heads) / (b - a)
-        torch.testing.assert_close(held[row], want.double())
-
-
-@given(randoms, st.sampled_from(["aten-cpu", "reference", "cudnn"]))
-@settings(max_examples=40, deadline=None)
-def test_outlines_hold_the_pairs_of_their_tile(draw, kernel):
-    """A polygon covers the middle of every pair that meets, and, but along diagonals, of no other."""
-    n, size = draw.randint(8, 48), 2
-    layout, mask = draw.choice(layouts(size)), random_mask(draw, n)
-    plan = plan_for(layout, mask, n, size)
-    chosen = KERNELS[kernel]
-    for q_at, k_at in product(range(size), repeat=2):
-        for tile in tiles_of(plan, q_at, k_at, chosen.abilities):
-            polygons = outlines(tile)
-            area = sum(map(_area, polygons))
-            assert area > 0
-            gaps = any(abs(r.step) > 1 for r in (*tile.q, *tile.k)) or mask.stride > 1
-            if not gaps:
-                edge = sum(tile.pattern.shape) * len(tile.pattern.pieces)
-                assert tile.pattern.pairs <= area + 1e-6 and area <= tile.pattern.pairs + edge
-            for x, y in (point for polygon in polygons for point in polygon):
-                assert 0 <= x <= plan.rows and 0 <= y <= plan.rows
-
-
-def _area(polygon):
-    around = zip(polygon, [*polygon[1:], polygon[0]], strict=True)
-    return abs(sum(x * v - u * y for (x, y), (u, v) in around)) / 2
-
-
-@pytest.mark.parametrize(
-    ("pass_", "kernel"), [("forward", "aten-cpu"), ("query", "reference"), ("kv", "cudnn")]
-)
-def test_pictures_are_written_for_all_masks_and_layouts(pass_, kernel, tmp_path):
-    words = ["full", "causal", "window:16", "causal & dilated:32,3", "documents:random,5", "blocks:8,0.3"]
-    for number, (text, layout) in enumerate(zip(words, layouts(4), strict=True)):
-        out = tmp_path / f"{number}.png"
-        plan = plan_for(layout, mask_of(text, 101), 101, 4)
-        save_mask(plan, pass_, KERNELS[kernel], text, out)
-        assert out.read_bytes().startswith(b"\x89PNG")
-    many = plan_for(Layout("zigzag"), Mask.causal(), 120, 20, 2)
-    save_mask(many, pass_, KERNELS[kernel], "groups of two", tmp_path / "many.png")
-
-
-ROUTES = [Route(1, 4), Route(2, 2), Route(1, 2, 2), Route(1, 2, 2, outer=True)]
-
-
-@pytest.mark.parametrize("pass_", ["forward", "kv", "query"])
-@pytest.mark.parametrize("route", ROUTES, ids=str)
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-def test_the_picture_shows_what_the_ranks_of_a_route_compute(layout, route, pass_, tmp_path):
-    """Tiles and work of a rank are those of its program."""
-    n, mask, kernel = 96, Mask.causal(), KERNELS["reference"]
-    plan = plan_of(Layout(layout), mask, n, route.placement)
-    met = torch.zeros(route.positions, route.positions, dtype=torch.float64)
-    for q_at, k_at in product(range(route.positions), repeat=2):
-        tiles = tiles_of(plan, q_at, k_at, kernel.abilities)
-        met[(k_at, q_at) if pass_ == "query" else (q_at, k_at)] = sum(t.pattern.pairs for t in tiles)
-    whole = plan.rows * route.positions
-    for position in range(route.positions):
-        rank = route.placement.rank(position, 0)
-        actions = program(rank, route, pass_, plan)
-        computes = {action.source for action in actions if isinstance(action, Compute)}
-        assert float(pairs_at(plan, pass_)[position]) == sum(float(met[position, s]) for s in computes)
-        polygons = [polygon for _, polygon in placed(plan, pass_, kernel, position)]
-        shown = {int(min(x for x, _ in polygon) // plan.rows) for polygon in polygons}
-        assert shown == {source for source in computes if met[position, source]}
-        assert all(0 <= x <= whole and 0 <= y <= plan.rows for polygon in polygons for x, y in polygon)
-    if layout == "striped" and pass_ == "query":
-        save_mask(plan, pass_, kernel, "a route", tmp_path / "route.png")
-
-
-def test_groups_of_ranks_far_apart_are_named():
-    plan = plan_of(Layout("zigzag"), Mask.causal(), 64, Route(1, 4, 2, outer=True).placement)
-    assert mask_picture._name(plan, 1) == "ranks 1, 4 apart"
-    assert mask_picture._name(plan_for(Layout("zigzag"), Mask.causal(), 64, 4, 2), 1) == "ranks 2-3"
-
-
 @pytest.mark.parametrize("pass_", ["forward", "query"])
 def test_the_tiles_of_a_zigzag_ring_are_those_of_the_paper(pass_):
     plan = plan_for(Layout("zigzag"), Mask.causal(), 64, 4)
@@ -319,18 +191,17 @@ def test_layouts_are_words_and_auto_goes_by_the_mask():
 
 
 def _invoke(*words, tmp_path):
-    out, trace, mask = (tmp_path / name for name in ("t.png", "trace.json", "mask.png"))
-    return CliRunner().invoke(app, ["draw", *words, "--out", str(out)]), trace, mask
+    out = tmp_path / "trace.json"
+    return CliRunner().invoke(app, ["draw", *words, "--out", str(out)]), out
 
 
 def test_draw_shows_the_mask_and_runs_the_schedule_that_it_shows(tmp_path):
     words = "--cluster 2x2 --direction kv --ring auto --seq 1000 --heads 4 --dtype float32 --measure".split()
     mask = ["--mask", "causal & documents:random,7", "--layout", "auto"]
-    done, trace, picture = _invoke(*words, *mask, tmp_path=tmp_path)
+    done, trace = _invoke(*words, *mask, tmp_path=tmp_path)
     assert done.exit_code == 0, done.output
     for word in ("backward kv", "layout: ", "work:   the busiest rank", "read:   ", "sent:   ", "tiles:  "):
         assert word in done.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
     events = json.loads(trace.read_text())["traceEvents"]
     runs = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     ran = {run: [] for run in ("predicted", "measured")}
