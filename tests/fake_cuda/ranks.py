@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.autograd import graph
+from torch.utils import _python_dispatch
 
 from burst_mcore.attention.runtime.communicators import Communicators
 from burst_mcore.attention.runtime.companions import companion
@@ -36,6 +37,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "pin_memory", _pinned)
     patch.setattr(torch, "tensor", _tensor_of(torch.tensor))
     patch.setattr(threading.Thread, "start", _started(threading.Thread.start))
+    for flag in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
+        # Threads that enter modes side by side leave torch's flags of the process set.
+        patch.setattr(_python_dispatch, flag, getattr(_python_dispatch, flag))
     run = _in_device_thread(graph._engine_run_backward)
     patch.setattr(graph, "_engine_run_backward", run)
     patch.setattr(torch.autograd, "_engine_run_backward", run)
