@@ -15,7 +15,7 @@ from torch import Tensor
 from burst_bench.core import Case, Method, World, add, missing, shareable, shared_heads
 from burst_mcore import BurstConfig, Topology
 from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.shard import Shard
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.layout import Layout, shard, unshard
 from burst_mcore.rates import Rates
 from burst_plan.explain.problem import LayerProblem

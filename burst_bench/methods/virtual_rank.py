@@ -22,6 +22,7 @@ from burst_mcore.attention.forward import Inputs, forward
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.geometry.tiles import Tile, launches_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
@@ -30,7 +31,6 @@ from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.runtime.executor import Bundle
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import wide
 
 

@@ -19,10 +19,9 @@ from burst_mcore import Layout, Mask
 from burst_mcore.attention.candidates import Ranks, kernel_seconds, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.choose import COPIES
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.geometry.reading import Placement
+from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import TRAINED
 from burst_mcore.rates import Rates
 from burst_plan.machines import CONSTANTS, MACHINES

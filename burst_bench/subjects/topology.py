@@ -22,11 +22,11 @@ from burst_mcore import BurstConfig, Layout, Mask, Topology
 from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.attention.choose import Candidate, best
 from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
 from burst_plan.simulate import search
 from burst_plan.simulate.cost import allowed_pairs, pass_flops

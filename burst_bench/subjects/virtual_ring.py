@@ -13,9 +13,9 @@ from burst_bench.core import Derived, Stage, Table, TimedStep, Trial, World, one
 from burst_bench.methods.kernels import SquareCase, others
 from burst_bench.methods.virtual_rank import VirtualRank
 from burst_bench.subjects.kernels import WORK
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.shard import Shard
 from burst_mcore.mask import Mask
 from burst_plan.explain.problem import DTYPES
 from burst_plan.words import mask_of, shortened

@@ -1,63 +1,21 @@
-"""What ranks tell each other beside their exchanges: errors, signatures and places, as notes in a store.
-
-A rank that is absent, in a collective of other code, tells where it stands, and those who wait for it know.
-"""
+"""The board of a ring: notes that its ranks leave in a store, for other ranks to find while they wait."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
-import threading
 import time
 from datetime import timedelta
-from typing import Any, NamedTuple
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from burst_mcore.agreement.claims import Signature
+from burst_mcore.agreement.elsewhere import Stand
 
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
 LAST_LOOK = 0.1
 """How many seconds each signature is looked for when that time is over."""
-MESSAGES = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-"""Functions of torch.distributed that not all ranks of their group call."""
-
-
-class Stand(NamedTuple):
-    """A collective in which the main thread waits. Those of a group are numbered, alike on its ranks."""
-
-    group: str
-    number: int
-    text: str
-    """For instance "all_reduce at train.py:41"."""
-
-
-def stand_of_main_thread() -> Stand | None:
-    """Return the collective of torch.distributed that the main thread has called and that has not ended."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or frame.f_code.co_filename != c10d.__file__ or frame.f_code.co_name in MESSAGES:
-        return None
-    name, group = frame.f_code.co_name, frame.f_locals.get("group")
-    if not isinstance(group, dist.ProcessGroup):
-        return None
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch."):
-        frame = frame.f_back
-    text = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}"
-    return Stand(group.group_name, _begun(group), text)
-
-
-def never_joined(stand: Stand) -> bool:
-    """Return whether this rank is of the group, and has begun fewer of its collectives."""
-    return any(_begun(each) < stand.number for each in c10d._world.pg_names if each.group_name == stand.group)
-
-
-def _begun(group: Any) -> int:
-    """Return how many collectives of the group this rank has begun."""
-    return int(group._get_sequence_number_for_group())
 
 
 class Board:

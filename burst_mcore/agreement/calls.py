@@ -131,8 +131,8 @@ class Agreement:
 
         Raises:
             ValueError: at once, on all ranks: some came to another place, or make a call.
-            RuntimeError: as `agree`; the error names absent ranks and the places where they were last. Within
-                seconds if an absent rank waits for this one, in a collective of other code.
+            RuntimeError: as `agree`, naming absent ranks and their last places; within seconds if one waits
+                for this rank, in a collective of other code.
         """
         self._places += 1
         self._board.leave_place(self._places, place)

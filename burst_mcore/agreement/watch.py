@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from burst_mcore.agreement.board import Board, Stand, never_joined, stand_of_main_thread, text_of
+from burst_mcore.agreement.board import Board, text_of
 from burst_mcore.agreement.claims import AHEAD, REFUSES, WAITS, Signature, Word, lengths_of
+from burst_mcore.agreement.elsewhere import Stand, never_joined, stand_of_main_thread
 from burst_mcore.agreement.exchange import LOOK_EVERY, Gathering
 
 WARN_AFTER = 10.0

@@ -7,7 +7,7 @@
     kernels        the maths of a tile, by a table of libraries
     runtime        process groups, and the executor of a program
 
-A folder imports only folders above it, and `shard`. Beside them is the call itself, from top to bottom:
+A folder imports only folders above it. Beside them is the call itself, from top to bottom:
 
     api            the public function
     compiled       the call as one opaque operator, for torch.compile and dispatch modes
@@ -21,5 +21,4 @@ A folder imports only folders above it, and `shard`. Beside them is the call its
     checks         what makes arguments illegal
     forward, backward   the two passes: tiles x kernel x merge, driven by the ring
     call           a call that all ranks have agreed on
-    shard          shapes and dtypes of a rank's share
 """

@@ -128,14 +128,8 @@ class Call:
 
         keys_stay: as in `Plan.pieces`.
         """
-        key = q_position, k_position, q_part, k_part
-        if key not in self._tiles:
-            parts = {"q_part": q_part, "k_part": k_part}
-            abilities = self.kernel.abilities
-            self._tiles[key] = tiles_of(
-                self.plan, q_position, k_position, abilities, **parts, keys_stay=keys_stay
-            )
-        return self._tiles[key]
+        which = self.plan, q_position, k_position, self.kernel.abilities
+        return tiles_of(*which, q_part=q_part, k_part=k_part, keys_stay=keys_stay)
 
     def prepare(self, pass_: Pass, device: torch.device) -> None:
         """Let the kernel get ready for all tiles of a pass."""

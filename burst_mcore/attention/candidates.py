@@ -15,10 +15,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.heads import why_not_heads
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.attention.shard import Shard
 from burst_mcore.config import RINGS as LEGAL_RINGS
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout

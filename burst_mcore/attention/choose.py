@@ -27,7 +27,8 @@ from burst_mcore.attention.candidates import (
     settings_of,
 )
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.reading import Placement, Reading, pairs_between
+from burst_mcore.attention.geometry.reading import Reading, pairs_between
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.schedule.actions import Kind, Pass
 from burst_mcore.attention.schedule.ring import visits
 from burst_mcore.attention.schedule.route import PASSES, Route, message_bytes

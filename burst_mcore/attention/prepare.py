@@ -28,6 +28,7 @@ from burst_mcore.attention.candidates import (
 from burst_mcore.attention.checks import check_lengths, legal_lengths
 from burst_mcore.attention.choose import decide
 from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.geometry.tiles import launches_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
@@ -35,7 +36,6 @@ from burst_mcore.attention.request import Request
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -23,9 +23,9 @@ from burst_mcore.attention.checks import (
     check_tensors,
     no_group,
 )
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -123,7 +123,8 @@ class Request:
 def validate(tensors: Tensors, options: Options) -> Request:
     """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
     topology = options.topology
-    backends = None if topology.communicators is None else topology.communicators.backends
+    communicators = topology.communicators
+    backends = communicators and communicators.backends
     place = topology.rank, topology.size, topology.intra_size, topology.rates, backends
     kind = tuple([_kind_of(x) for x in tensors]), place, options[1:]
     try:
@@ -132,7 +133,6 @@ def validate(tensors: Tensors, options: Options) -> Request:
         request = None
     if request is None:
         request = _checked(tensors, options)
-        communicators = topology.communicators
         if topology.size > 1 and (communicators is None or not communicators.reach(tensors.q.device)):
             raise no_group(topology, request.device)
         _LEGAL[kind] = request

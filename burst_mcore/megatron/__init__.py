@@ -10,7 +10,7 @@ fused_loss      the fused LM head and loss in Megatron's models
 recompute       recompute policies under Megatron's checkpointing
 patched         the functions that patched lines of Megatron call
 arguments       the command-line flags, and the configuration that they make
-rules           the table of what is refused of arguments and configurations, and what to do instead
+rules           the table of settings that are refused, each with the reason and what to do instead
 asked           arguments judged, and the way and kernel that they ask for
 launcher        runs an unmodified training script with those flags: `python -m burst_mcore.megatron SCRIPT`
 cpu             Megatron without a GPU

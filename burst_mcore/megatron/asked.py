@@ -190,7 +190,7 @@ def configured(
 
     p2p leaves the way to `burst`; a2a shares all heads, a2a+p2p those of the inner of two hierarchical
     groups, all_gather is the direct exchange. size: of the group, by default the configuration's. ways: the
-    flags of `WAYS` that are given, by default those that `burst` does not have as by default.
+    flags of `WAYS` on the command line, by default those of the fields that `burst` sets.
 
     Raises:
         ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside `ways`.

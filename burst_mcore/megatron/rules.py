@@ -46,6 +46,7 @@ def of_recompute(s: Settings) -> Rows:
     """Return what the flags of recompute policies refuse of one another. `uses_burst`: attention is ours."""
     policy, keep, memory = s.burst_recompute, s.burst_recompute_keep, s.burst_recompute_memory_gb
     name, is_kept = f"--burst-recompute {policy}", policy not in (None, "full")
+    selects = s.recompute_granularity == "selective" and s.recompute_modules is not None
     return {
         f"--burst-recompute segment and --burst-recompute-keep F go together, got {name} and "
         f"--burst-recompute-keep {keep}: give both or none": (keep is None) == (policy == "segment"),
@@ -63,7 +64,7 @@ def of_recompute(s: Settings) -> Rows:
             is_kept and s.recompute_granularity is None
         ),
         f"{name} would have no effect: add core_attn to --recompute-modules {' '.join(s.recomputed)}": (
-            is_kept and s.recomputed and "core_attn" not in s.recomputed
+            is_kept and selects and "core_attn" not in s.recomputed
         ),
     }
 

@@ -11,9 +11,9 @@ import torch
 
 from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.attention.geometry.cuts import cut_for
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
-from burst_mcore.attention.shard import Shard
 from burst_mcore.deepspeed.config.refusals import refuse_batch, refuse_config, sequence_parallel_size
 from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.config.settings import part, zero

@@ -10,9 +10,9 @@ from typing import Any
 from burst_mcore.attention.candidates import Question, Ranks, legal_degrees, settings_of
 from burst_mcore.attention.choose import AS_FAST, Candidate, best
 from burst_mcore.attention.geometry.plan import Plan, plan_of
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Schedule, schedule
-from burst_mcore.attention.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.rates import Rates

@@ -11,10 +11,10 @@ from torch import Tensor
 from burst_mcore.attention.candidates import expansion_seconds
 from burst_mcore.attention.choose import COPIES
 from burst_mcore.attention.geometry.rows import count
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule import route as route_module
 from burst_mcore.attention.schedule.actions import Kind, Link, Pass, Program, Recv, Send
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.attention.shard import Shard
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates

@@ -13,10 +13,10 @@ from torch import Tensor
 from burst_mcore.attention.candidates import Family, Question, kernel_seconds
 from burst_mcore.attention.choose import Candidate
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.geometry.reading import Placement, pairs_between
+from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
-from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.attention.choose import AS_FAST
-from burst_mcore.attention.shard import Shard
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from burst_mcore.attention.shard import Shard
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.loss.chunked import CHUNK_BYTES
 from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
 from burst_plan.step.model import Model

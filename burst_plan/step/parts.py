@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from burst_mcore.attention.shard import Shard
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.loss.chunked import automatic_chunk
 from burst_mcore.loss.products import Products
 from burst_plan.step.model import Model

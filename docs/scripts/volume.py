@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.attention.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)

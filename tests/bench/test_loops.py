@@ -14,10 +14,9 @@ from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.candidates import kernel_seconds
 from burst_mcore.attention.geometry.plan import Plan
-from burst_mcore.attention.geometry.reading import Placement
+from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass, Send
 from burst_mcore.attention.schedule.route import Route, Schedule
-from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
 from burst_plan.simulate.cost import message_bytes
 from burst_plan.simulate.lockstep import KernelWork, RoutedPass, play_all

@@ -12,10 +12,10 @@ from burst_bench.methods.virtual_rank import Copies, VirtualRank
 from burst_bench.subjects import virtual_ring
 from burst_mcore import Mask
 from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.kernel import BackwardInputs
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv
 from burst_mcore.attention.schedule.route import program
-from burst_mcore.attention.shard import Shard
 from burst_plan.simulate.cost import message_bytes
 
 SHARD = Shard(batch=1, tokens=32, heads=4, kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32)

@@ -15,9 +15,9 @@ from burst_mcore.attention import backward as backward_module
 from burst_mcore.attention import call as call_module
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Keys
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels import kernel as kernel_module
 from burst_mcore.attention.numerics import merge
-from burst_mcore.attention.shard import Shard
 from burst_plan.machines import CONSTANTS
 
 PACKAGE = str(Path(burst_mcore.__file__).parent)

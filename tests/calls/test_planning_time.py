@@ -20,7 +20,7 @@ from burst_mcore.attention import request as request_module
 from burst_mcore.attention.choose import candidates
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.reading import Placement
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, Tensors, validate

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.numerics import merge
-from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
 
 from . import adapters, cases, failures

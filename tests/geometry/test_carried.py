@@ -12,8 +12,9 @@ from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import reading as readings
 from burst_mcore.attention.geometry.pattern import listed
 from burst_mcore.attention.geometry.plan import Plan, plan_for, plan_of
-from burst_mcore.attention.geometry.reading import Placement, pairs_between
+from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.rows import count, union
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.schedule.actions import Pass, Send
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.mask.terms import Stride

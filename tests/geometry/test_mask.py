@@ -12,7 +12,7 @@ from masks import brute, random_mask, random_union, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.candidates import Question, Ranks
-from burst_mcore.attention.shard import Shard
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.layout import positions
 from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
 from burst_mcore.rollouts import tree_mask

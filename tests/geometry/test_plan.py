@@ -15,8 +15,8 @@ from masks import brute, layouts, random_layout, random_mask, randoms
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry.pattern import Abilities, band_pairs, listed
 from burst_mcore.attention.geometry.plan import Plan, plan_for
-from burst_mcore.attention.geometry.reading import Placement
 from burst_mcore.attention.geometry.rows import count
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles, tiles_of
 
 

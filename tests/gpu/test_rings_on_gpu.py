@@ -9,8 +9,8 @@ from staging import stage
 
 from burst_bench.methods.virtual_rank import VirtualRank
 from burst_mcore import BurstConfig, Mask, burst_attention
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import shard, unshard
 
 MASKS = {

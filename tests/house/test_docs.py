@@ -107,8 +107,8 @@ def _busiest_nic(route, passes, kv_heads=32):
     """GB between nodes of the rank that sends most, of the call in README's table."""
     import torch
 
+    from burst_mcore.attention.geometry.shard import Shard
     from burst_mcore.attention.schedule.route import schedule
-    from burst_mcore.attention.shard import Shard
     from burst_plan.simulate.cost import link_bytes, message_bytes
 
     shard = Shard(

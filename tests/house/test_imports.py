@@ -47,7 +47,7 @@ FLOORS = {
 """What each package has, lowest first."""
 WITHIN = {
     "attention": [
-        {"geometry", "shard"},
+        {"geometry"},
         {"schedule", "numerics"},
         {"candidates"},
         {"choose"},

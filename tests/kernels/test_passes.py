@@ -12,9 +12,9 @@ from burst_bench.methods import virtual_rank
 from burst_bench.methods.virtual_rank import VirtualRank
 from burst_mcore import Mask
 from burst_mcore.attention import backward as backward_module
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels import kernel as kernel_module
 from burst_mcore.attention.numerics import merge
-from burst_mcore.attention.shard import Shard
 
 VIEWS = {"aten.slice", "aten.transpose", "aten.view", "aten.unsqueeze", "aten.alias", "aten.detach"}
 MAKES = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.new_empty_strided", "aten.empty_strided"}

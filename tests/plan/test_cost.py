@@ -26,9 +26,9 @@ from burst_mcore.attention.candidates import (
 from burst_mcore.attention.choose import AS_FAST, Candidate, best, decide
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program, schedule
-from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import CPU, Rates
 from burst_plan.machines import MACHINES
 from burst_plan.simulate.cost import Sizes, allowed_pairs, link_bytes, mean_bytes, message_bytes, pass_flops

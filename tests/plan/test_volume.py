@@ -10,9 +10,9 @@ from volume import Share, least, of_ring
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.candidates import Question, Ranks, legal_degrees, route_for
 from burst_mcore.attention.choose import decide
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
-from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
 from burst_plan.simulate.cost import mean_bytes, message_bytes
 

@@ -21,9 +21,9 @@ from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_atten
 from burst_mcore.attention import function
 from burst_mcore.attention.candidates import Question, Ranks, legal_degrees
 from burst_mcore.attention.choose import decide
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.attention.shard import Shard
 from burst_mcore.checkpointing import Segment, checkpoint
 from burst_mcore.rates import Rates
 from burst_plan.machines import machine

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.candidates import expansion_seconds
 from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
 from burst_plan.simulate.cost import home_expansion_seconds, link_bytes, link_class, message_bytes

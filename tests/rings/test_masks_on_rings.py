@@ -27,11 +27,11 @@ from burst_mcore import (
 from burst_mcore.attention import function, prepare
 from burst_mcore.attention.candidates import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program
-from burst_mcore.attention.shard import Shard
 from burst_plan.simulate.cost import link_bytes, message_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

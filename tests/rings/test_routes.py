@@ -24,11 +24,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
 from burst_mcore.attention import function
 from burst_mcore.attention.candidates import Ranks, legal_degrees
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels import table
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.attention.schedule.route import Route, program
-from burst_mcore.attention.shard import Shard
 from burst_plan.simulate.cost import link_bytes, link_class, message_bytes
 
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}

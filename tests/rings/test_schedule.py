@@ -9,6 +9,7 @@ import torch
 
 from burst_mcore.attention.candidates import Ranks, route_for
 from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import (
     Accumulate,
     Add,
@@ -26,7 +27,6 @@ from burst_mcore.attention.schedule.actions import (
 )
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.route import program as program_of
-from burst_mcore.attention.shard import Shard
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_plan.explain.verify import verify

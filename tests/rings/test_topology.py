@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.candidates import Question, Ranks, routes, settings_of
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.prepare import connect
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.attention.runtime.communicators import Communicators
 from burst_mcore.attention.runtime.companions import companion
 from burst_mcore.attention.runtime.executor import ProcessGroups
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import Rates
 from burst_plan.machines import MACHINES
 

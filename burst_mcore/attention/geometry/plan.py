@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import NO_PIECES
-from burst_mcore.attention.geometry.reading import Order, Placement, Reading, in_classes, numbered, reading
+from burst_mcore.attention.geometry.reading import Order, Reading, in_classes, numbered, reading
 from burst_mcore.attention.geometry.rows import Rows, union
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.layout import Layout
 from burst_mcore.layout.kinds import joined_table
 from burst_mcore.mask import Mask

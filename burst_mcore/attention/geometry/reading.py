@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 from math import gcd
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.pattern import band_pairs_of
 from burst_mcore.attention.geometry.rows import Rows
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query
 from burst_mcore.layout.kinds import Runs, joined_table
@@ -33,40 +32,6 @@ from burst_mcore.mask.bands import (
     tightened,
     transposed,
 )
-
-Number = TypeVar("Number", int, Tensor)
-"""A rank, position or member, or a tensor of many."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The ranks of `positions` head groups, of `heads` members each.
-
-    Inner: a group is `heads` neighbouring ranks, and the ring goes from group to group.
-    Outer: a ring is `positions` neighbouring ranks, and a group has one rank of each ring.
-    """
-
-    positions: int
-    heads: int = 1
-    outer: bool = False
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self.positions * self.heads
-
-    def position(self, rank: Number) -> Number:
-        """Return the position on the ring of a rank."""
-        return rank % self.positions if self.outer else rank // self.heads
-
-    def member(self, rank: Number) -> Number:
-        """Return the number of a rank in its head group."""
-        return rank // self.positions if self.outer else rank % self.heads
-
-    def rank(self, position: Number, member: Number | int) -> Number:
-        """Return the rank of a member at a position."""
-        return position + member * self.positions if self.outer else position * self.heads + member
-
 
 MOST = 2**27
 """Entries of the table, at most. Beyond, whole runs count as read, or, if these are too many, everything:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, shares, strided, view
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.numerics.rowwise import add_up, combine
-from burst_mcore.attention.shard import Shard
 from burst_mcore.dtypes import of_parts
 
 WAITING = 8
@@ -391,7 +391,7 @@ class ResultsPart:
         return self.start == span.start and self.bundle[0].shape[1] == len(span)
 
     def rows(self, span: range) -> KernelResults:
-        """Return views of these rows, among those that the part covers."""
+        """Return views of the results of `span`, rows that the part covers."""
         if len(span) == self.bundle[0].shape[1]:
             return self.bundle
         return narrowed(self.bundle, range(span.start - self.start, span.stop - self.start))

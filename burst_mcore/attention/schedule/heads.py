@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Generic, NamedTuple
 
-from burst_mcore.attention.geometry.reading import Placement
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.schedule.actions import (
     Action,
     Channel,

@@ -24,13 +24,12 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
-from burst_mcore.attention.geometry.reading import Placement
+from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfPosition, T
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
-from burst_mcore.attention.shard import Shard
 
 
 @dataclass(frozen=True)

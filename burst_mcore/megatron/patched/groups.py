@@ -112,8 +112,8 @@ _signature = cache(inspect.signature)
 
 def has_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Return whether a call of a layer's function brings an inference context."""
-    given = _signature(forward).bind(*args, **kwargs).arguments
-    return any(given.get(name) is not None for name in ("inference_context", "inference_params"))
+    arguments = _signature(forward).bind(*args, **kwargs).arguments
+    return any(arguments.get(name) is not None for name in ("inference_context", "inference_params"))
 
 
 @around

@@ -26,8 +26,8 @@ from burst_bench.published.methods import FITTED, WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.candidates import Question, Ranks, Settings, kernel_seconds
+from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.shard import Shard
 from burst_mcore.rates import CPU, RATES_FILE, Rates, default_rates
 from burst_plan.cli import app
 from burst_plan.machines import CONSTANTS, MACHINES, machine, machine_of

@@ -68,6 +68,7 @@ def test_flags_make_a_policy(flags, policy):
         ),
         ([*FULL, *ATTENTION], "needs --context-parallel-attention-backend burst"),
         ([*BURST, *SELECTIVE, "--recompute-modules", "mlp", *ATTENTION], "no effect.*core_attn"),
+        ([*BURST, *SELECTIVE, "--recompute-modules", *ATTENTION], "no effect.*core_attn"),
         ([*BURST, *ATTENTION], "no effect: without --recompute-granularity"),
     ],
     ids=in_words,

@@ -1,11 +1,12 @@
-"""The shapes and dtypes of one rank's share of an attention call."""
+"""The share of one rank: shapes and dtypes of its tensors, and its place among the ranks of a ring."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +118,37 @@ class Shard:
         halves = of_queries and self.kv_bytes / 2 > self.waiting_bytes and self.kv_heads % 2 == 0
         tile = (sides[1] / 2 + of_queries * self.out_bytes) / (2 if halves else 1) + 2 * self.statistic_bytes
         return float(bundles * data + sums * gradient + stays + 2 * sides[0] + tile)
+
+
+Number = TypeVar("Number", int, Tensor)
+"""A rank, position or member, or a tensor of many."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of `positions` head groups, of `heads` members each.
+
+    Inner: a group is `heads` neighbouring ranks, and the ring goes from group to group.
+    Outer: a ring is `positions` neighbouring ranks, and a group has one rank of each ring.
+    """
+
+    positions: int
+    heads: int = 1
+    outer: bool = False
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.positions * self.heads
+
+    def position(self, rank: Number) -> Number:
+        """Return the position on the ring of a rank."""
+        return rank % self.positions if self.outer else rank // self.heads
+
+    def member(self, rank: Number) -> Number:
+        """Return the number of a rank in its head group."""
+        return rank // self.positions if self.outer else rank % self.heads
+
+    def rank(self, position: Number, member: Number | int) -> Number:
+        """Return the rank of a member at a position."""
+        return position + member * self.positions if self.outer else position * self.heads + member
