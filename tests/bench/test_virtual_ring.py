@@ -108,8 +108,9 @@ def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
     torch.testing.assert_close(done.out, out / total.transpose(1, 2).unsqueeze(-1), rtol=1e-12, atol=1e-12)
     queries = rank.queries(done)
     want = [torch.zeros_like(x) for x in (rank.q, rank.k, rank.v)]
+    pair = (lambda source: (source, here)) if direction == "query" else (lambda source: (here, source))
     for source in range(4):
-        for tile in rank.call.tiles(*((source, here) if direction == "query" else (here, source))):
+        for tile in rank.call.tiles(*pair(source), keys_stay=direction == "query"):
             of_q = [gather(x, tile.q) for x in (queries.dout, queries.q)]
             of_k = [gather(x, tile.k) for x in (rank.k, rank.v)]
             x = BackwardInputs(*of_q, *of_k, None, gather(queries.lse, tile.q), gather(queries.delta, tile.q))
