@@ -78,7 +78,12 @@ GRID = [
     for kernel in KERNELS  # one after the other, since their plans are the same
     if (kernel, mask) != ("cudnn", "documents")  # it does not take them
 ]
-"""Routes, with their ranks; and all that is asked of each."""
+"""Routes, with their ranks; and every combination that may be asked of one."""
+
+
+def grid_of(route: int) -> list[dict[str, Any]]:
+    """Return a quarter of `GRID`, for the route of an index: two or three routes meet each row."""
+    return GRID[route % 4 :: 4]
 
 
 PASSES: dict[str, dict[str, Any]] = {
