@@ -16,8 +16,8 @@ What runs when one trains is here. burst_plan answers questions before a run, bu
 
 from typing import TYPE_CHECKING, Any
 
-from burst_mcore.attention.kernels.cached import merge
 from burst_mcore.attention.numerics.latent import Latent
+from burst_mcore.attention.numerics.rowwise import merge
 from burst_mcore.attention.prepare import prepare
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig

@@ -2,9 +2,8 @@
 
 claims     what is compared: signatures, errors and words of ranks, and how their differences are told. Pure
 exchange   how ranks learn each other's claims: collectives of a few integers, and of text
-elsewhere  collectives of other code in which an absent rank stands
 board      errors, signatures and places that ranks leave for each other in a store
-watch      the thread of a rank that makes the exchanges, and sees whose pass failed
+watch      the thread of a rank that makes the exchanges, and sees whose pass failed and where others stand
 calls      numbered calls, which wait for the exchange or go ahead; a rank that refuses one waits for nobody
 
 Attention agrees by `calls`; the loss and DeepSpeed's adapter use `exchange` alone.

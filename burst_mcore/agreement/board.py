@@ -6,16 +6,25 @@ import contextlib
 import json
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from burst_mcore.agreement.claims import Signature
-from burst_mcore.agreement.elsewhere import Stand
 
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's signatures."""
 LAST_LOOK = 0.1
 """How many seconds each signature is looked for when that time is over."""
+
+
+class Stand(NamedTuple):
+    """A collective in which the main thread waits. Those of a group are numbered, alike on its ranks."""
+
+    group: str
+    number: int
+    text: str
+    """For instance "all_reduce at train.py:41"."""
 
 
 class Board:

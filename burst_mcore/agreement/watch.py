@@ -5,17 +5,19 @@ from __future__ import annotations
 import atexit
 import logging
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from burst_mcore.agreement.board import Board, text_of
+from burst_mcore.agreement.board import Board, Stand, text_of
 from burst_mcore.agreement.claims import AHEAD, REFUSES, WAITS, Signature, Word, lengths_of
-from burst_mcore.agreement.elsewhere import Stand, never_joined, stand_of_main_thread
 from burst_mcore.agreement.exchange import LOOK_EVERY, Gathering
 
 WARN_AFTER = 10.0
@@ -169,6 +171,31 @@ class Watch:
         if not isinstance(error, ValueError):
             text = str(error) if isinstance(error, RuntimeError) else text_of(error)
             self._board.leave_error(self._under_way.word.call, text, gone=True)
+
+
+def stand_of_main_thread() -> Stand | None:
+    """Return the collective of torch.distributed that the main thread has called and that has not ended."""
+    messages = ("send", "recv", "isend", "irecv", "batch_isend_irecv")  # which not all ranks of a group call
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None or frame.f_code.co_filename != c10d.__file__ or frame.f_code.co_name in messages:
+        return None
+    name, group = frame.f_code.co_name, frame.f_locals.get("group")
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch."):
+        frame = frame.f_back
+    text = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return Stand(group.group_name, _begun(group), text)
+
+
+def never_joined(stand: Stand) -> bool:
+    """Return whether this rank is of the group, and has begun fewer of its collectives."""
+    return any(_begun(each) < stand.number for each in c10d._world.pg_names if each.group_name == stand.group)
+
+
+def _begun(group: Any) -> int:
+    """Return how many collectives of the group this rank has begun."""
+    return int(group._get_sequence_number_for_group())
 
 
 _RUNNING: weakref.WeakSet[Watch] = weakref.WeakSet()

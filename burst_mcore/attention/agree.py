@@ -52,11 +52,6 @@ def refusing(agreement: Agreement | None) -> Iterator[None]:
         raise
 
 
-def in_ring(agreement: Agreement | None) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a pass: after one that fails, no call over the ring may follow."""
-    return contextlib.nullcontext() if agreement is None else agreement.ring()
-
-
 def agree_on_call(
     request: Request,
     topology: Topology,

@@ -88,7 +88,6 @@ class _Backward(ABC):
         """The gradient of this rank's rotating block: its own share, and the sum of others, once home."""
         self.staying = GradientSums(sides.staying)
         self.pending = PendingGradients()
-        self.last_computes = call.last_computes(self.pass_)
 
     @property
     @abstractmethod
@@ -96,7 +95,7 @@ class _Backward(ABC):
         """Return the tensors of the side that rotates, and of the side that stays."""
 
     @abstractmethod
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
         """Add the gradients of a received block and of the rows that stay, tile by tile."""
 
     def run(self, transport: Transport, inward: Mapping[Kind, Exchange]) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +189,7 @@ class _QueriesRotate(_Backward):
     def sides(self) -> _Sides:
         return _Sides(self.queries, self.queries[:1], self.keys.tensors)
 
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
         tiles, here = self.call.tiles_of(self.pass_, action), self.call.position
         if not tiles:
             return
@@ -232,7 +231,7 @@ class _KeysRotate(_Backward):
     def sides(self) -> _Sides:
         return _Sides(self.keys.tensors, self.keys.tensors, self.queries[:1])
 
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
         tiles = self.call.tiles_of(self.pass_, action)
         if tiles:
             all_are_here = action.part is None  # else rows of other members of the head group may still come
@@ -246,5 +245,5 @@ class _KeysRotate(_Backward):
                 queries.take(tile.q, dq)
                 keys.take(tile.k, dkv)
                 del dq, dkv  # their memory is free before the next launch
-        if action == self.last_computes[action.source]:
+        if is_last:
             self.blocks.close(action.source)

@@ -49,7 +49,6 @@ class Call:
     latent_travels: bool = False
     lse_at_home: bool = False
     """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
-    _last: dict[Pass, dict[int, Compute]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _bound: dict[Pass, Bound] = field(default_factory=dict, init=False, repr=False, compare=False)
     _tiles: dict[object, tuple[Tile, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -97,13 +96,6 @@ class Call:
     def keys_met(self, source: int) -> Rows:
         """Return the rows of keys of a position that the queries here meet."""
         return spans(tuple([tile.k for tile in self.tiles(self.position, source)]))
-
-    def last_computes(self, pass_: Pass) -> dict[int, Compute]:
-        """Return the last compute of each block in a pass, by the position that owns the block."""
-        if pass_ not in self._last:
-            computes = (each for each in self.program(pass_) if isinstance(each, Compute))
-            self._last[pass_] = {each.source: each for each in computes}
-        return self._last[pass_]
 
     def program(self, pass_: Pass) -> Program:
         """Return the program of this rank in a pass."""

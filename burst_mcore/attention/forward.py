@@ -55,7 +55,6 @@ class _Forward:
                 sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
         self.q, self.keys, self.blocks = q, keys, keys.blocks()
         """As on the ring."""
-        self.last_computes = call.last_computes(Pass.FORWARD)
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
         self.max_logit: Tensor | None = None
         if call.scores.max_logit:
@@ -76,7 +75,7 @@ class _Forward:
         ring_lse, max_logit = self.softmax.lse(), self.of_all_heads()
         return Attended(out, lse_at_home, self.q, self.keys.k, self.keys.v, ring_lse, max_logit)
 
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None) -> None:
+    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
         """Attend queries, or a member's, to one KV block, tile by tile."""
         tiles = self.call.tiles_of(Pass.FORWARD, action)
         if tiles:
@@ -84,7 +83,7 @@ class _Forward:
             keys = self.blocks.block(action.source, Block(rows, received), read)
             for tile in tiles:
                 self.attend(tile, keys)
-        if action == self.last_computes[action.source]:
+        if is_last:
             self.blocks.close(action.source)
 
     def attend(self, tile: Tile, keys: Block) -> None:

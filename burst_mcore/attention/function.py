@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Never
 import torch
 from torch import Tensor
 
+from burst_mcore.agreement import Agreement
 from burst_mcore.attention.agree import (
     CallRecord,
     agree_on_backward,
     agree_on_call,
     agreement_of,
-    in_ring,
     passes_of,
     refusing,
 )
@@ -167,7 +167,7 @@ def run_forward(
             check_keep(recompute.keep)
     call, agreed, lengths = agree_on_call(request, topology, needs_gradient, recompute, agreement)
     tokens = lengths[call.rank]
-    with in_ring(agreement), _kernel_context(tensors.q.device):
+    with _in_pass(agreement, tensors.q.device):
         if agreement is not None and recompute.at_most:  # a rank on which nothing fits meets the others, too
             recompute = replace(recompute, keep=agreement.least(recompute.keep))
         transport = transport_of(topology, call.route, request.config.max_ctas)
@@ -252,7 +252,7 @@ def run_backward(
             call = call.variant("lse", lambda: {"kernel": taking_delta(kernel, problem)})
         transport = transport_of(topology, call.route, request.config.max_ctas)
     agreed = agree_on_backward(request, call, record, agreement, transport, through_lse=dlse is not None)
-    with in_ring(agreement), _kernel_context(saved.out.device):
+    with _in_pass(agreement, saved.out.device):
         transport.connect(call.direction)
         transport = transport.labelled(agreed.label) if agreement else transport
         dout = torch.zeros_like(saved.out) if dout is None else dout.contiguous()
@@ -315,15 +315,17 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _kernel_context(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Turn autocast off, and make the device current: Triton launches there, wherever its tensors are."""
-    if device.type == "cuda" or torch.is_autocast_enabled(device.type):
-        return _without_autocast(device)
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _without_autocast(device: torch.device) -> Iterator[None]:
-    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with torch.autocast(device.type, enabled=False), current:
+def _in_pass(agreement: Agreement | None, device: torch.device) -> Iterator[None]:
+    """Wrap a pass: after one that fails no call may follow; autocast is off, and the device is current.
+
+    Triton launches on the current device, wherever its tensors are.
+    """
+    with contextlib.ExitStack() as contexts:
+        if agreement is not None:
+            contexts.enter_context(agreement.ring())
+        if device.type == "cuda":
+            contexts.enter_context(torch.cuda.device(device))
+        if torch.is_autocast_enabled(device.type):
+            contexts.enter_context(torch.autocast(device.type, enabled=False))
         yield

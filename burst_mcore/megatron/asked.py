@@ -237,7 +237,7 @@ def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
     if not flags or burst.kernel != "auto":
         return burst
     refusals = []
-    ranked = [k.name for k in by_rank(problem.device, problem.launches) if k.name in allowed]
+    ranked = [name for name in by_rank(problem.device, problem.launches) if name in allowed]
     for name in ranked or allowed:
         reason = KERNELS[name].supports(problem)
         if reason is None:

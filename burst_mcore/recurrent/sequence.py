@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from burst_mcore.agreement import Agreement, Signature
-from burst_mcore.attention.agree import agreement_of, in_ring, refusing
+from burst_mcore.attention.agree import agreement_of, refusing
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
@@ -115,7 +115,7 @@ def behind_exchange(agreement: Agreement | None) -> Iterator[None]:
     The other ranks are in later calls by then, which look like the next ones of a rank that skips a batch.
     """
     stop: Exception | None = None
-    with in_ring(agreement):
+    with nullcontext() if agreement is None else agreement.ring():
         try:
             yield
         except _StopRecomputationError as early:  # no error: a checkpoint has all that backward needs

@@ -21,8 +21,9 @@ def count_pairs() -> Counter[str]:
         attended["backward" if in_backward() else "forward"] += len(q) * pattern.pairs
         return forward(q, k, v, pattern, scores)
 
-    for kernel in table.by_rank("cpu"):
-        table.KERNELS[kernel.name] = replace(kernel, forward=partial(counting, kernel.forward))
+    for name in table.by_rank("cpu"):
+        kernel = table.KERNELS[name]
+        table.KERNELS[name] = replace(kernel, forward=partial(counting, kernel.forward))
     for cached in (table.choose, prepare.call_of):
         cached.cache_clear()
     return attended

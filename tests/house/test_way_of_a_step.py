@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import limits
 import torch
 import torch.distributed as dist
 from ranks import processes
@@ -34,6 +35,8 @@ def _ways(
 ):  # in new interpreters: other tests leave caches, and functions around functions
     """Return the functions of the first step of a causal ring, and of the third, which plans nothing."""
     topology, mask = Topology.from_group(dist.group.WORLD), Mask.causal()
+    import burst_mcore.attention.kernels.cpu  # noqa: F401 - the first call imports the file of its kernel
+
     tensors = [torch.randn(1, 64, 2, 16, requires_grad=backward) for _ in range(3)]
 
     def step():
@@ -56,12 +59,19 @@ def _held(functions, files, lines, most):
 def test_a_forward_runs_few_functions_of_few_files():
     """Before one autograd function stood for a call: 24 files and 4,620 lines; cold 62 files."""
     for cold, warm in processes(2, _ways, False, start="spawn"):
-        _held(warm, files=15, lines=2870, most=98)
-        _held(cold, files=45, lines=9990, most=365)
+        _held(warm, files=15, lines=2870, most=90)
+        _held(cold, files=45, lines=9990, most=360)
+
+
+def test_the_call_reaches_few_modules():
+    """Before the route was chosen by a rule, and kernels were imported at their first use: 91."""
+    code = "import sys, burst_mcore.attention.api; print([x for x in sys.modules if x[:5] == 'burst'])"
+    reached = limits.run([sys.executable, "-c", code]).stdout.split()
+    assert 40 < len(reached) <= 65
 
 
 def test_a_step_runs_few_functions_of_few_files():
     """Before: 30 files and 5,450 lines; cold 64 files."""
     for cold, warm in processes(2, _ways, True, start="spawn"):
-        _held(warm, files=17, lines=3350, most=144)
-        _held(cold, files=46, lines=10240, most=428)
+        _held(warm, files=17, lines=3330, most=135)
+        _held(cold, files=46, lines=10250, most=422)

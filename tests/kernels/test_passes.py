@@ -45,9 +45,9 @@ class Moved(TorchDispatchMode):
         return result
 
 
-def _as_one(moved, monkeypatch, module, name, tensors_of):
+def _as_one(moved, monkeypatch, owner, name, tensors_of):
     """Count a pass as one operator, that reads and writes `tensors_of(args, result)` once."""
-    run = getattr(module, name)
+    run = getattr(owner, name)
 
     def counted(*args):
         with torch.utils._python_dispatch._disable_current_modes():
@@ -55,7 +55,7 @@ def _as_one(moved, monkeypatch, module, name, tensors_of):
         moved.count(name, tensors_of(args, result))
         return result
 
-    monkeypatch.setattr(module, name, counted)
+    monkeypatch.setattr(owner, name, staticmethod(counted) if isinstance(owner, type) else counted)
 
 
 def _outputs_and_parts(args, result):
@@ -69,8 +69,8 @@ def _outputs_and_parts(args, result):
 def moved(monkeypatch):
     monkeypatch.setattr(deterministic, "fill_uninitialized_memory", False)  # filling with NaN is no pass
     moved = Moved()
-    for name in ("combine", "add_up"):
-        _as_one(moved, monkeypatch, merge, name, _outputs_and_parts)
+    _as_one(moved, monkeypatch, merge.OnlineSoftmax, "_combine", _outputs_and_parts)
+    _as_one(moved, monkeypatch, merge, "add_up", _outputs_and_parts)
     post = virtual_rank.Copies.post
 
     def arrive(*args):  # what a network writes is no pass either
@@ -109,7 +109,7 @@ def _passes(moved, direction="query", kv_heads=4, takes_delta=False):
 def test_bytes_around_kernels(moved, direction, kv_heads, takes_delta, backward):
     """A zigzag ring of 8 in bfloat16, seen from a rank in its middle; before parts waited: 67 and 233."""
     in_forward, in_backward = _passes(moved, direction, kv_heads, takes_delta)
-    assert set(in_forward) <= {"combine", "aten.promote_types"}, "passes of their own beside merging"
+    assert set(in_forward) <= {"_combine", "aten.promote_types"}, "passes of their own beside merging"
     assert 13 < sum(in_forward.values()) <= 15.5  # 6.5 parts of 2 bytes a row, and the result
     assert backward - 0.1 < sum(in_backward.values()) <= backward <= (110 if direction == "query" else 130)
     assert ("output_stand_in" in in_backward) == (direction == "query" and not takes_delta)

@@ -107,11 +107,9 @@ def relative_to(stored: Rows | None, rows: Rows) -> Rows:
     if stored is None:
         return rows
     if len(stored) == 1:  # by far the most frequent
-        return tuple([_shifted(span, -stored[0].start) for span in rows])
-    first = [min(span[0], span[-1]) for span in rows]
-    places = zip(rows, first, indices_of(stored, first), strict=True)
-    return tuple(_shifted(span, place - row) for span, row, place in places)
-
-
-def _shifted(rows: range, by: int) -> range:
-    return range(rows.start + by, rows.stop + by, rows.step)
+        first = stored[0].start
+        return tuple([range(span.start - first, span.stop - first, span.step) for span in rows])
+    lowest = [min(span[0], span[-1]) for span in rows]
+    shifts = [place - row for row, place in zip(lowest, indices_of(stored, lowest), strict=True)]
+    moved = zip(rows, shifts, strict=True)
+    return tuple(range(span.start + shift, span.stop + shift, span.step) for span, shift in moved)

@@ -89,3 +89,4 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 _PLAIN = Kernel("aten-cpu", _supports, _plain_forward, _plain_backward, abilities=Abilities(masks=True))
 _CAREFUL = takes_any_value_dim(keeps_nan_where_seen(_PLAIN))
 KERNEL = replace(_PLAIN, forward=_forward, backward=_backward)
+KERNELS = (KERNEL,)

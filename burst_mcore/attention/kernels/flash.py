@@ -181,3 +181,4 @@ FLASH3 = Kernel("flash3", _flash3_supports, _flash3_forward, _flash3_backward, a
 FLASH4 = Kernel(
     "flash4", _flash4_supports, _flash4_forward, _flash4_backward, takes_delta=True, abilities=ABILITIES
 )
+KERNELS = FLASH2, FLASH3, FLASH4

@@ -145,10 +145,6 @@ class Kernel:
     copies: bool = False
     """Whether it copies tensors of some heads of others."""
 
-    def for_problem(self, problem: Problem) -> Kernel:
-        """Return the kernel that serves a problem in the name of this one."""
-        return self.of_documents if problem.documents and self.of_documents else self
-
     def max_logit(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Tensor:
         """Return the largest score of each head of a tile, [H], by one more forward."""
         steep = STEEP.get(q.dtype, 2.0**14)

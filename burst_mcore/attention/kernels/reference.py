@@ -81,3 +81,4 @@ ABILITIES = Abilities(windows=True, masks=True)
 PLAIN = Kernel("reference", _supports, _forward, _backward, takes_delta=True, abilities=ABILITIES)
 """The definition alone: where a table joins several documents, NaN of one reaches the others."""
 KERNEL = keeps_nan_where_seen(PLAIN)
+KERNELS = (KERNEL,)

@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 import logging
+from collections import UserDict
+from collections.abc import MutableMapping
 from functools import lru_cache, partial
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from burst_mcore import packages
 from burst_mcore.attention.geometry.tiles import LARGE, LAUNCH, Launches
-from burst_mcore.attention.kernels import aten, cpu, flash, reference, te, triton
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
 from burst_mcore.attention.kernels.wrappers import takes_delta
 
 logger = logging.getLogger("burst_mcore")
 
-_FLASH = flash.FLASH2, flash.FLASH3, flash.FLASH4
-_ALL = cpu.KERNEL, *aten.KERNELS, *_FLASH, te.KERNEL, triton.KERNEL, reference.KERNEL
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
+
+class _Table(UserDict[str, Any]):
+    """Kernels by name: a row names the file of its kernel until the first use, which imports the file."""
+
+    def __getitem__(self, name: str) -> Any:
+        row = self.data[name]
+        if isinstance(row, str):
+            file = import_module(f"burst_mcore.attention.kernels.{row}")
+            row = self.data[name] = next(kernel for kernel in file.KERNELS if kernel.name == name)
+        return row
+
+
+_FILES = {
+    "aten-cpu": "cpu",
+    "cudnn": "aten",
+    "aten-flash": "aten",
+    "flash2": "flash",
+    "flash3": "flash",
+    "flash4": "flash",
+    "te": "te",
+    "triton": "triton",
+    "reference": "reference",
+}
+KERNELS: MutableMapping[str, Kernel] = _Table(_FILES)
 """All kernels by name."""
 
 PREFERENCE: dict[int | None, tuple[str, ...]] = {
@@ -34,7 +58,7 @@ for the CPU, is chosen by its name alone."""
 def preferred(capability: int | None, dtype: torch.dtype) -> tuple[str, ...]:
     """Return the names of `PREFERENCE` for a dtype: of these kernels, ours alone takes float32."""
     names = PREFERENCE[capability]
-    return names if dtype.itemsize == 2 else tuple(name for name in names if name == triton.KERNEL.name)
+    return names if dtype.itemsize == 2 else tuple(name for name in names if name == "triton")
 
 
 OWN = 1.6
@@ -54,15 +78,15 @@ def choose(name: str, problem: Problem) -> Kernel:
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"unknown kernel {name!r}; legal: 'auto', {', '.join(map(repr, KERNELS))}")
-        kernel = KERNELS[name].for_problem(problem)
+        kernel = _of_mask(name, problem)
         reason = kernel.supports(problem)
         if reason is not None:
             raise ValueError(f"kernel {name!r} cannot serve this call: {reason}")
         logger.info("kernel %s for %s, as asked", name, problem)
         return kernel
     refusals: list[str] = []
-    for ranked in by_rank(problem.device, problem.launches):
-        kernel = ranked.for_problem(problem)
+    for each in by_rank(problem.device, problem.launches):
+        kernel = _of_mask(each, problem)
         reason = kernel.supports(problem)
         if reason is None:
             level = logging.WARNING if kernel.name == "reference" else logging.INFO
@@ -80,33 +104,39 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
     """
     refusals = []
     ranked = by_rank(problem.device, problem.launches)
-    for kernel in ranked if name == "auto" else [KERNELS[name]]:
-        taking = takes_delta(kernel.for_problem(problem))
+    for each in ranked if name == "auto" else [name]:
+        taking = takes_delta(_of_mask(each, problem))
         reason = taking.supports(problem)
         if reason is None:
             return taking
-        refusals.append(f"{kernel.name}: {reason}")
+        refusals.append(f"{each}: {reason}")
     raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
 
 
-def by_rank(device: str, launches: Launches = LARGE) -> list[Kernel]:
-    """Return the kernels in the order in which "auto" tries them; the reference is the last.
+def _of_mask(name: str, problem: Problem) -> Kernel:
+    """Return the kernel of this name, under masks with documents the one that takes its place there."""
+    kernel = KERNELS[name]
+    return kernel.of_documents if problem.documents and kernel.of_documents else kernel
+
+
+def by_rank(device: str, launches: Launches = LARGE) -> list[str]:
+    """Return the names of kernels in the order in which "auto" tries them; the reference is the last.
 
     On CUDA that is the order of `PREFERENCE`, by the time that a pair is expected to take. A launch costs as
     much as LAUNCH pairs besides its own: so kernels that take a mask in few launches come first where the
     launches of others would be small. The order is a guess, as `PREFERENCE` is.
     """
     if device == "cpu":
-        return [KERNELS["aten-cpu"], KERNELS["reference"]]
+        return ["aten-cpu", "reference"]
     capability = packages.capability()
     names = PREFERENCE.get(capability[0] if capability else None, PREFERENCE[None])
-    return [*sorted((KERNELS[name] for name in names), key=partial(_time, launches)), KERNELS["reference"]]
+    return [*sorted(names, key=partial(_time, launches)), "reference"]
 
 
-def _time(launches: Launches, kernel: Kernel) -> float:
+def _time(launches: Launches, name: str) -> float:
     """Return the time of a pair in a kernel's launches, as a multiple of a stock kernel's in large ones."""
-    of_pair = OWN if kernel.abilities.pieces else 1.0
-    return of_pair * (1.0 + LAUNCH / 2.0 ** launches.of(kernel.abilities))
+    abilities = KERNELS[name].abilities
+    return (OWN if abilities.pieces else 1.0) * (1.0 + LAUNCH / 2.0 ** launches.of(abilities))
 
 
 def _why(kernel: Kernel, problem: Problem, refusals: list[str]) -> str:

@@ -182,3 +182,4 @@ _LARGE_TILES = Kernel("te", _supports, _forward, _backward, of_documents=OF_DOCU
 KERNEL = takes_any_value_dim(
     leaves_small_tiles(_LARGE_TILES, lambda scores: reference.KERNEL if scores.deterministic else aten.FLASH)
 )
+KERNELS = (KERNEL,)

@@ -411,3 +411,4 @@ KERNEL = Kernel(
     in_place=InPlace(merge_forward, add_dq, add_dkv, at_once, add_all),
     prepare=prepare,
 )
+KERNELS = (KERNEL,)

@@ -94,9 +94,8 @@ class _Sum(ABC):
     def room(self, dtype: torch.dtype) -> KernelResults:
         """Return uninitialised tensors for all rows, results in `dtype`."""
 
-    @abstractmethod
-    def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
-        """Put parts of the same rows together; `into` may be the first of them."""
+    _combine: Callable[..., None]
+    """Puts parts of the same rows together: (parts, *into), where `into` may be the first of them."""
 
     def _add(self, rows: Rows, part: KernelResults) -> None:
         """Take a tile's results of these rows."""
@@ -128,7 +127,7 @@ class _Sum(ABC):
         """Take results of rows with gaps between them, at once."""
         total = self._settled(range(span.start, span[-1] + 1))
         to = tuple(strided(x, range(0, span[-1] + 1 - span.start, span.step)) for x in total)
-        self._combine([to, share], to)
+        self._combine([to, share], *to)
 
     def _running(self, rows: Rows) -> tuple[KernelResults, bool] | None:
         """Return the sum of these rows to add to in place, and whether it holds no data yet.
@@ -139,7 +138,7 @@ class _Sum(ABC):
             return None
         if self._limit == 0 and any([segment.parts for _, segment in self._segments.over(self._all)]):
             self._settled(self._all)  # a large part that waited alone goes before a kernel makes others
-        fresh = all(segment.empty for _, segment in self._segments.over(rows[0]))
+        fresh = not any([segment.parts or segment.summed for _, segment in self._segments.over(rows[0])])
         if fresh:  # all rows will be set before any is read
             self._segments.sum_up(rows[0])
             return narrowed(self._room(), rows[0]), True
@@ -148,16 +147,17 @@ class _Sum(ABC):
     def put(self, span: range, into: KernelResults) -> None:
         """Write the sum of these rows, so far, into tensors of any dtypes."""
         for piece, segment in self._segments.over(span):
-            to = narrowed(into, range(piece.start - span.start, piece.stop - span.start))
+            to = narrowed(into, piece, span.start)
             parts = self._parts(piece, segment)
             if parts:
-                self._combine(parts, to)
+                self._combine(parts, *to)
             else:
                 self._fill(to)
 
     def complete(self) -> KernelResults:
         """Return the sum of all rows; it may be in the dtype of its only part."""
-        only = self._segments.alone
+        segments = [segment for _, segment in self._segments.over(self._all)]
+        only = segments[0] if len(segments) == 1 else None
         if self._total is None and only and len(only.parts) == 1 and only.parts[0].covers(self._all):
             return only.parts[0].bundle
         if self._like.dtype == self.dtype or (only and only.summed and not only.parts):
@@ -167,7 +167,7 @@ class _Sum(ABC):
         return results
 
     def _parts(self, piece: range, segment: RowSegment) -> list[KernelResults]:
-        parts = [part.rows(piece) for part in segment.parts]
+        parts = [narrowed(part.bundle, piece, part.start) for part in segment.parts]
         if segment.summed:
             assert self._total is not None
             parts.insert(0, narrowed(self._total, piece))
@@ -184,11 +184,11 @@ class _Sum(ABC):
     def _settle(self, piece: range, segment: RowSegment) -> None:
         """Put the parts of a segment together in the running sum."""
         to = narrowed(self._room(), piece)
-        if segment.empty:
+        if segment.parts:
+            parts = [narrowed(part.bundle, piece, part.start) for part in segment.parts]
+            self._combine([to, *parts] if segment.summed else parts, *to)
+        elif not segment.summed:
             self._fill(to)
-        elif segment.parts:
-            summed = [to] if segment.summed else []
-            self._combine([*summed, *[part.rows(piece) for part in segment.parts]], to)
         segment.parts, segment.summed = [], True
 
     def _room(self) -> KernelResults:
@@ -215,6 +215,7 @@ class OnlineSoftmax(_Sum):
     """
 
     _blank = 0.0, -torch.inf
+    _combine = staticmethod(combine)
 
     def __init__(self, q: Tensor, value_dim: int, sinks: Tensor | None = None) -> None:
         super().__init__(q)
@@ -263,9 +264,6 @@ class OnlineSoftmax(_Sum):
         batch, _, heads, _ = self._like.shape
         return self._like.new_empty((batch, heads, len(rows)), dtype=self._of_lse)
 
-    def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
-        combine([(out, lse) for out, lse in parts], *into)
-
 
 class GradientSum(_Sum):
     """The running gradient of a tensor, in at least float32."""
@@ -304,8 +302,8 @@ class GradientSum(_Sum):
         batch, every, *rest = self._like.shape
         return (self._like.new_empty((batch, every if rows is None else rows, *rest), dtype=dtype),)
 
-    def _combine(self, parts: Sequence[KernelResults], into: KernelResults) -> None:
-        add_up([part for (part,) in parts], *into)
+    def _combine(self, parts: Sequence[KernelResults], total: Tensor) -> None:
+        add_up([part for (part,) in parts], total)
 
 
 class GradientSums:
@@ -390,12 +388,6 @@ class ResultsPart:
         """Return whether these rows are all that the part has."""
         return self.start == span.start and self.bundle[0].shape[1] == len(span)
 
-    def rows(self, span: range) -> KernelResults:
-        """Return views of the results of `span`, rows that the part covers."""
-        if len(span) == self.bundle[0].shape[1]:
-            return self.bundle
-        return narrowed(self.bundle, range(span.start - self.start, span.stop - self.start))
-
 
 @dataclass(slots=True)
 class RowSegment:
@@ -406,11 +398,6 @@ class RowSegment:
     summed: bool = False
     """The running sum holds data of these rows."""
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing came yet."""
-        return not (self.parts or self.summed)
-
 
 class RowSegments:
     """All rows of a tensor, as segments."""
@@ -418,11 +405,6 @@ class RowSegments:
     def __init__(self, rows: int) -> None:
         self._bounds = [0, rows]
         self._segments = [RowSegment()]
-
-    @property
-    def alone(self) -> RowSegment | None:
-        """The segment of all rows, if there is no other."""
-        return self._segments[0] if len(self._segments) == 1 else None
 
     def over(self, span: range) -> Iterator[tuple[range, RowSegment]]:
         """Yield the segments of these rows, with their ranges, cut at the span's ends."""
@@ -455,8 +437,9 @@ class RowSegments:
         return index
 
 
-def narrowed(bundle: KernelResults, rows: range) -> KernelResults:
-    """Return views of the rows of these tensors."""
+def narrowed(bundle: KernelResults, rows: range, first: int = 0) -> KernelResults:
+    """Return views of the rows of these tensors, which hold rows from `first` on."""
     if len(rows) == bundle[0].shape[1 if bundle[0].dim() == 4 else 2]:
         return bundle
-    return tuple([gather(x, (rows,)) for x in bundle])
+    places = (range(rows.start - first, rows.stop - first),)
+    return tuple([gather(x, places) for x in bundle])

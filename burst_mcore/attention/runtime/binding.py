@@ -66,6 +66,8 @@ class AttendStep(NamedTuple):
 
     action: Compute
     rows: Rows | None
+    is_last: bool
+    """Whether no later compute of the program meets a bundle of the same ring rank."""
 
 
 class Collect(NamedTuple):
@@ -106,7 +108,7 @@ Bound = tuple[BoundStep, ...]
 
 def bind(program: Program) -> Bound:
     """Return the program as steps. Buffers end early, but for rows that stay and what is returned."""
-    binder = _Binder()
+    binder = _Binder(program)
     steps: list[BoundStep] = []
     for channel, actions in by_hop(program):
         if channel is not None:
@@ -122,7 +124,9 @@ def bind(program: Program) -> Bound:
 
 
 class _Binder:
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
+        self.last_computes = {each.source: each for each in program if isinstance(each, Compute)}
+        """The last compute with a bundle of each ring rank."""
         self.rows: dict[str, Rows | None] = {HOME: None}
         """By buffer that exists."""
         self.under_way: dict[Channel, list[str]] = {}
@@ -151,7 +155,8 @@ class _Binder:
     def step(self, action: Action) -> BoundStep:
         match action:
             case Compute():
-                return AttendStep(action, self.rows[action.buffer])
+                is_last = action == self.last_computes[action.source]
+                return AttendStep(action, self.rows[action.buffer], is_last)
             case Accumulate(buffer=buffer) if buffer == KEPT:
                 return TakeIn(action, ((KEPT, None),))
             case Accumulate():

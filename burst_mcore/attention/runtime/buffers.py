@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -41,6 +42,7 @@ class _Pool:
 _POOL = _Pool()
 
 
+@dataclass(eq=False)
 class Lease:
     """The buffers of one pass, which no other pass has until it ends. After an error they are not used again.
 
@@ -49,9 +51,8 @@ class Lease:
     buffer is held between calls.
     """
 
-    def __init__(self) -> None:
-        self._lent: dict[int, tuple[_Key, Tensor]] = {}
-        """By the tensor's id."""
+    _lent: dict[int, tuple[_Key, Tensor]] = field(default_factory=dict, init=False)
+    """By the tensor's id."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised contiguous tensor, filled where torch is told to fill such tensors."""

@@ -32,7 +32,7 @@ from burst_mcore.attention.schedule.actions import (
 from burst_mcore.attention.schedule.route import Route, communicator_of, program
 
 Bundle = tuple[Tensor, ...]
-OnCompute = Callable[[Compute, Bundle, Rows | None], None]
+OnCompute = Callable[[Compute, Bundle, Rows | None, bool], None]
 OnAccumulate = Callable[[Bundle, Rows | None, bool, Bundle | None], None]
 OnKeep = Callable[[Bundle | None, Rows | None], None]
 New = Callable[[Kind, Rows | None], Bundle]
@@ -191,10 +191,11 @@ class Ring:
     ) -> None:
         """Carry out the steps of a program.
 
-        compute(action, bundle, rows) attends to a bundle of these rows. Then, while the bundle is still
-        in its buffer, accumulate(sums, rows, first, total) adds its gradients to the travelling sums, or sets
-        them if `first`. With `total` the sums are complete, and go there. Gradients of the rank's own bundle
-        go to keep(sums, rows): the sums of others that came home, or None after the compute of the own share.
+        compute(action, bundle, rows, is_last) attends to a bundle of these rows; is_last: no later compute
+        meets a bundle of the same ring rank. Then, while the bundle is still in its buffer,
+        accumulate(sums, rows, first, total) adds its gradients to the rotating sums, or sets them if `first`.
+        With `total` the sums are complete, and go there. Gradients of the rank's own bundle go to
+        keep(sums, rows): the sums of others that came home, or None after the compute of the own share.
 
         Raises:
             RuntimeError: a hop failed; the message names its step and ranks.
@@ -217,7 +218,7 @@ class Ring:
         self._buffers.clear()  # before results, which need room as well
 
     def _attend(self, step: binding.AttendStep) -> None:
-        self._compute(step.action, self._buffers[step.action.buffer], step.rows)
+        self._compute(step.action, self._buffers[step.action.buffer], step.rows, step.is_last)
 
     def _collect(self, step: binding.Collect) -> None:
         assert self._accumulate is not None
