@@ -77,7 +77,7 @@ tables: $(VENV)
 	@PYTHONPATH=. $(RUN) docs/scripts/tables.py
 	PYTHONPATH=. $(RUN) docs/scripts/pictures.py
 
-docs: $(VENV_DOCS)
+docs: $(VENV_DOCS) $(VENV)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
 	echo 'the manual: site/index.html'
 
@@ -190,7 +190,7 @@ $(VENV_311): pyproject.toml Makefile
 	.venv-py311/bin/python $(PIP) $(TORCH) $(MEGATRON_311) -e '.[megatron,test]'
 	touch $@
 
-# The manual's tools alone: its pages are read, and nothing that they document is imported.
+# The manual's tools alone; docs/scripts/manual.py asks .venv for the predictions of all rows.
 $(VENV_DOCS): pyproject.toml Makefile
 	@python="$$($(call python,12,13))"
 	if [ -z "$$python" ]; then

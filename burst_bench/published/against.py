@@ -55,8 +55,7 @@ class Compared:
     def split(self) -> str:
         """The method and how many ranks share heads."""
         assert self.row is not None
-        heads = self.row.head_parallel
-        return self.row.method if heads is None else f"{self.row.method} head_parallel={heads}"
+        return self.row.method + f" head_parallel={self.row.head_parallel}" * bool(self.row.head_parallel)
 
     @property
     def words(self) -> str:
@@ -98,8 +97,7 @@ class Report:
 
     def within(self, share: float) -> float:
         """Return the error that a share of the figures does not exceed."""
-        errors = self.errors
-        return errors[min(len(errors) - 1, int(share * len(errors)))]
+        return self.errors[min(len(self.errors) - 1, int(share * len(self.errors)))]
 
     @property
     def regret(self) -> list[dict[str, Any]]:
@@ -124,7 +122,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """Return all figures as a table, the numbers that were fitted, and the errors in a sentence."""
+        """Return all figures as a table, the fitted numbers, errors by source, and a sentence about all."""
         headers = ("figure", "measured", "predicted", "error", "")
         lines = [
             (one.words, one.measured, one.predicted, one.error,
@@ -136,34 +134,35 @@ class Report:
             f"calibrated: {name}: " + ", ".join(f"{x} {getattr(machine, x):.3g}" for x in machine.fitted)
             for name, machine in self.machines.items()
         ]
-        return "\n".join([table, "", *fits, self.sentence])
+        return "\n".join([table, "", self._by_source(), "", *fits, self.sentence])
 
-    @property
-    def _memory(self) -> str:
-        """Say of which runs that failed the model foresees it, and of which that did not it wrongly does."""
-        failed = [one for one in self.compared if one.row is None and one.measured is None]
-        wrong = sum(
-            one.measured is not None and (one.why or "").startswith(OUT_OF_MEMORY) for one in self.compared
-        )
-        if not failed and not wrong:
-            return ""
-        foreseen = sum(one.predicted is None for one in failed)
-        return (
-            f"; of {len(failed)} figures of runs that failed {foreseen} are predicted so, of those that ran "
-            f"{wrong} are wrongly predicted out of memory"
-        )
+    def _by_source(self) -> str:
+        """Return a table of the errors of `judged`, by source and metric."""
+        errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for one in self.judged:
+            metric = one.row.figure if one.row is not None else one.entries["metric"]
+            errors[str(one.entries.get("source", "")), metric].append(one.error or 0.0)
+        lines = [(*key, len(of), min(of), statistics.median(of), max(of)) for key, of in errors.items()]
+        headers = ("source", "metric", "figures", "least error", "median", "largest")
+        return str(tabulate(lines, headers, floatfmt="+.1%"))
 
     @property
     def sentence(self) -> str:
         errors, regrets = self.errors, [one["regret"] for one in self.regret]
         if not errors:
             return f"{len(self.compared)} figures, none of them both measured and predicted"
-        within = sum(regret <= 0.05 for regret in regrets)
-        chosen = f"; the chosen split is within 5 % of the best in {within} of {len(regrets)} groups"
+        within = f"{sum(regret <= 0.05 for regret in regrets)} of {len(regrets)} groups"
+        failed = [one.predicted for one in self.compared if one.row is None and one.measured is None]
+        wrong = sum(bool(one.measured) and str(one.why).startswith(OUT_OF_MEMORY) for one in self.compared)
+        memory = (
+            f"; of {len(failed)} figures of runs that failed {failed.count(None)} are predicted so, of those "
+            f"that ran {wrong} are wrongly predicted out of memory"
+        )
         return (
             f"{len(self.compared)} figures, {len(errors)} predicted and not used for calibration: "
             f"median error {self.median:.1%}, 90 % of them within {self.within(0.9):.1%}"
-            f"{chosen if regrets else ''}{self._memory}"
+            + f"; the chosen split is within 5 % of the best in {within}" * bool(regrets)
+            + memory * bool(failed or wrong)
         )
 
 
@@ -205,8 +204,10 @@ def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates 
 
 
 def _to_fit(path: Path) -> list[Row]:
-    """Return the rows of a file, all of them of known machines."""
-    rows = [row for _, row in rows_of(read(path), path)]
+    """Return the rows of attention of a file, all of them of known machines."""
+    rows = [row for _, row in rows_of(read(path), path) if row is not None]
+    if not rows:
+        raise ValueError(f"{path} has no rows of attention, to which machines are fitted")
     for row in rows:
         if row.hardware not in MACHINES:
             raise ValueError(f"{path}: rows of {row.hardware!r} cannot be fitted: {LEGAL}")
@@ -220,10 +221,10 @@ def _figures(
     contents = read(path)
     if not contents:
         raise ValueError(f"{path} has no rows")
-    if all(isinstance(one, Mapping) and one.get("pass") == "train" for one in contents):
-        return [_of_training(one, known) for one in contents]
     return [
         Compared(entries, row.measured, *_predict(row, known, rates), row, row in used)
+        if row is not None
+        else _of_training(entries, known)
         for entries, row in rows_of(contents, path)
     ]
 

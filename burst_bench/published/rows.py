@@ -139,13 +139,13 @@ def read(path: Path) -> list[Any]:
     return contents
 
 
-def rows_of(contents: Sequence[Mapping[str, Any]], path: Path) -> Iterator[tuple[Mapping[str, Any], Row]]:
-    """Yield (JSON object, row). Raises ValueError, with the number of the row, if one is not legal."""
+def rows_of(contents: Sequence[Any], path: Path) -> Iterator[tuple[Mapping[str, Any], Row | None]]:
+    """Yield (JSON object, row; None for a row of training). Raises ValueError, with the row's number."""
     for number, entries in enumerate(contents):
         if not isinstance(entries, Mapping):
             raise ValueError(f"{path}, row {number}: a row is an object, got {entries!r}")
         try:
-            yield entries, Row.of(entries)
+            yield entries, None if entries.get("pass") == "train" else Row.of(entries)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, row {number}: {error}") from None
 

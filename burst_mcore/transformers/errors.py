@@ -1,4 +1,4 @@
-"""The error of Hugging Face's adapters: docs/frameworks/deepspeed.md explains every refusal by name."""
+"""The error of Hugging Face's adapters: docs/frameworks/hf-models.md explains every refusal by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
 class RefusedError(ValueError):
     """Refuses a model, a batch or a configuration that would train wrongly or not at all.
 
-    `name` is the heading in docs/frameworks/deepspeed.md.
+    `name` is in the table of docs/frameworks/hf-models.md.
     """
 
     def __init__(self, name: str, why: str) -> None:

@@ -1,7 +1,7 @@
 """The parts of a decoder in the order of forward: bytes that each keeps for backward, and needs in backward.
 
 Kept bytes were listed tensor by tensor, in a dispatch mode, for Megatron's local spec and transformers' Llama
-(docs/guides/planning.md). Those of TransformerEngine and of BMTrain follow from what their kernels read.
+(docs/guides/plan-details.md). Those of TransformerEngine and of BMTrain follow from what their kernels read.
 """
 
 from __future__ import annotations

@@ -2,15 +2,23 @@
 
 Pages link to files of the repository, as a reader of the repository needs them. On the site these files are
 under source/, Markdown as pages, code as text. Blocks that start several processes say so above the block.
+Three pages are longer on the site than in the repository: error messages, tests with Megatron, and
+predictions row by row.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import posixpath
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from messages import with_messages
+from proofs import with_tests
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -48,8 +56,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return the page with links to places on the site."""
+    """Return the page as the site has it, with links to places on the site."""
     here = page.file.src_uri
+    markdown = _on_site(here, markdown)
     path = here.removeprefix("source/") if here.startswith("source/") else f"docs/{here}"
 
     def moved(link: re.Match[str]) -> str:
@@ -62,6 +71,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return the page with bars in the code of tables: Markdown escapes them, which code shows as it is."""
     return CELL.sub(lambda cell: cell[0].replace("\\|", "|"), html)
+
+
+def _on_site(page: str, markdown: str) -> str:
+    """Return a page of docs/ with the sections that are on the site alone."""
+    if page == "reference/messages.md":
+        return with_messages(markdown)
+    if page == "evidence/megatron-tests.md":
+        return with_tests(markdown)
+    return markdown + _predictions() if page == "evidence/predictions.md" else markdown
+
+
+@functools.cache
+def _predictions() -> str:
+    """Return the sections of all rows, from the environment that has the packages: this one has not."""
+    command = [ROOT / ".venv/bin/python", "docs/scripts/predictions.py"]
+    environment = {**os.environ, "PYTHONPATH": "."}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    return f"\n{done.stdout}"
 
 
 def _links(path: str) -> Iterator[str]:

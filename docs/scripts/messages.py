@@ -1,13 +1,15 @@
-"""Finds the error texts of the packages, for the lists of docs/reference/messages.md.
+"""Lists the error texts of the packages under the headings of docs/reference/messages.md.
 
-A section of the page names its files in a comment; the texts of the errors of these files follow. A value in
-a text is shown as "…". tests/house/test_docs.py fails if an error belongs to no section.
+A section of the page names its source files in a comment. `make docs` puts the error texts of these files
+behind the comment; this script prints the page with the texts. A value in a text is shown as "…".
+tests/house/test_docs.py fails if an error belongs to no section.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -17,6 +19,7 @@ from typing import TypeGuard
 from strings import Strings, words
 
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "reference" / "messages.md"
 MARK = re.compile(r"^<!-- errors of: (.*?) -->\n", re.MULTILINE | re.DOTALL)
 RAISING = re.compile(r"\w*Error$|refuse$|fail$|error$|BadParameter$|[eE]xit$|stderr\.write$|no_argument$")
 """Names of what is called with the text of an error."""
@@ -27,7 +30,7 @@ INTERNAL = {"burst_plan/explain/verify.py"}
 
 
 def with_messages(page: str) -> str:
-    """Return the page with the lists of today's texts."""
+    """Return the page with the lists of today's error texts."""
     head, *sections = MARK.split(page)
     written = [head]
     for globs, section in zip(sections[::2], sections[1::2], strict=True):
@@ -123,3 +126,7 @@ def _is_reason(value: ast.expr) -> TypeGuard[ast.Tuple]:
     """Whether a value is a pair of nothing and the reason."""
     pair = isinstance(value, ast.Tuple) and len(value.elts) == 2
     return pair and ast.unparse(value.elts[0]) == "None"  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(with_messages(PAGE.read_text()))

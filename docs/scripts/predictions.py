@@ -1,8 +1,13 @@
-"""Writes docs/evidence/predictions.md: public rows beside predictions, and sources of the model's numbers."""
+"""Writes public rows beside predictions, and the sources of the model's numbers.
+
+`summary` is docs/evidence/predictions.md, which `make tables` writes. The script itself prints `details`: the
+sections of all rows and numbers, which `make docs` puts behind the summary.
+"""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,29 +38,44 @@ from burst_plan.step.parts import CHUNK, MODULES, PLAIN
 
 CALIBRATION = "calibration.json"
 """The file of rows that presets were fitted to, beside the files of public rows."""
+PAPER = "paper.json"
+"""The file of the BurstEngine paper's rows, which docs/evidence/planner.md judges."""
 
-_HEAD = """# What the model predicts, and what was measured
+_HEAD = """# Predicted and measured
 
-Look here before you trust a prediction. The cost model chooses routes, and answers `burst-mcore explain`,
-`draw` and `doctor`. This page holds it to public measurements of attention. Make the page again with
-`make tables`, or hold the model to rows of your own:
+This page tells how far to trust a prediction of attention, and how to compare the cost model with your own
+measurements. The model chooses routes, and answers `burst-mcore explain`, `draw` and `doctor`. One command
+compares the model with a file of measured rows:
 
 ```
 burst-mcore plan --against benchmarks/public/magi.json --calibrate benchmarks/public/calibration.json
 ```
 
-A file is a JSON list of rows, in the fields of the files in [benchmarks/public](../../benchmarks/public).
+A file is a JSON list of rows, in the fields of the files in [benchmarks/public](../../benchmarks/public). Two
+numbers of each machine are fitted to the rows in
+[calibration.json](../../benchmarks/public/calibration.json), which do not count below. The form of the model
+was developed with all of these rows in view.
 """
 _MISSES = """
 Large misses are of four kinds:
 
-* A100-NVLink at 32K tokens is predicted up to 3.3 times too fast, in every split. With 32 heads at 32K
-  tokens a rank sends the same bytes, and launches the same kernels, as with 8 heads at 128K. It has a quarter
-  of the pairs. Yet it takes 64 % of the time (10.9, not 17.2 ms, heads over 8). At 128K tokens the time
-  grows with the heads, as of a kernel. So a model that is right at 128K is too fast here. See below.
-* At 512 and 8K tokens a host that launches sets the pace. Equal work was measured up to three times as fast.
+* A100-NVLink at 32K tokens is predicted up to 3.3 times too fast, in every split: see below.
+* At 512 and 8K tokens the host's launches set the pace. Equal work was measured up to three times as fast.
 * The L20's host seems to launch twice as fast as the A100's. One number stands for both.
 * On PCIe with A100s a ring of the same bytes took up to 2.5 times as long with another layout.
+"""
+_DETAILS = """## All rows and numbers
+
+`make docs` builds sections with all rows into this page, and so does this command, as Markdown:
+
+```bash
+PYTHONPATH=. .venv/bin/python docs/scripts/predictions.py
+```
+
+They hold the best error that any model can reach, the regret of each choice, the value and source of each
+constant of the model, the loop of the measured project that each method is predicted from, the training
+steps of [training.json](../../benchmarks/public/training.json), and every row. How far steps of training are
+off is in [how accurate a plan is](planner.md).
 """
 _EQUAL = (
     "Rows are of equal work if they differ only in a field that cannot matter: the ring where all ranks "
@@ -172,12 +192,20 @@ LOOPS = (RING_FLASH, TRANSFORMER_ENGINE, INTERNEVO, *MAGI_RING.values(), *MAGI_D
 """Loops on the page."""
 
 
-def page(folder: Path) -> str:
-    """Return the page for the files of rows in `folder`."""
-    files = sorted(path for path in folder.glob("*.json") if path.name not in (CALIBRATION, ROWS))
-    report = compare(files, [folder / CALIBRATION])
-    steps = _training(judged(folder))
-    return "\n".join([_HEAD, *_summary(report), *_numbers(), *_loops(), *steps, *_rows(report)])
+def summary(folder: Path) -> str:
+    """Return the committed page: the errors of the files of rows in `folder`, by machine."""
+    return "\n".join([_HEAD, *_in_short(_report(folder)), _DETAILS])
+
+
+def details(folder: Path) -> str:
+    """Return the sections of all rows in `folder` and all numbers of the model."""
+    report = _report(folder)
+    return "\n".join([*_choices(report), *_numbers(), *_loops(), *_training(judged(folder)), *_rows(report)])
+
+
+def _report(folder: Path) -> Report:
+    files = sorted(path for path in folder.glob("*.json") if path.name not in (CALIBRATION, PAPER, ROWS))
+    return compare(files, [folder / CALIBRATION])
 
 
 def _training(rows: Sequence[Judged]) -> Iterator[str]:
@@ -195,7 +223,7 @@ def _training(rows: Sequence[Judged]) -> Iterator[str]:
         )
 
 
-def _summary(report: Report) -> Iterator[str]:
+def _in_short(report: Report) -> Iterator[str]:
     yield f"## In short\n\n{report.sentence}.\n"
     yield "| machine | rows | median error | 90 % within |\n|---|---|---|---|"
     machines: dict[str, list[Compared]] = defaultdict(list)
@@ -206,7 +234,10 @@ def _summary(report: Report) -> Iterator[str]:
         part = Report(members)
         yield f"| {name} | {len(members)} | {part.median:.1%} | {part.within(0.9):.1%} |"
     yield f"{_MISSES}\n{_doubt(report)}\n"
-    yield f"### Could any model do better?\n\n{_scatter(report)}\n\n## Choices\n\n{_REGRET}"
+
+
+def _choices(report: Report) -> Iterator[str]:
+    yield f"## Could any model do better?\n\n{_scatter(report)}\n\n## Choices\n\n{_REGRET}"
     yield "| group | chosen | measured best | regret |\n|---|---|---|---|"
     for group in report.regret:
         yield f"| {group['group']} | {group['chosen']} | {group['measured_best']} | {group['regret']:.1%} |"
@@ -359,3 +390,7 @@ def _in_order(compared: Sequence[Compared]) -> list[Compared]:
     """Return rows by machine, in the order of their files."""
     order = list(MACHINES)
     return sorted(compared, key=lambda one: order.index(one.row.hardware) if one.row else 0)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(details(Path(__file__).parents[2] / "benchmarks" / "public"))

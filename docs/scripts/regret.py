@@ -27,6 +27,8 @@ from burst_plan.simulate.costing import Costs
 
 PAGE = Path(__file__).parents[1] / "evidence" / "regret.md"
 KEPT = Path("runs/regret.pkl")
+LISTED = 0.145
+"""The rule is behind by more in the cells that the page lists: by 15 % or more, rounded."""
 SUMMARY = (
     "| cells | `head_parallel` | number | within 5 % | within 20 % | at most |\n|---|---|---|---|---|---|\n"
 )
@@ -135,7 +137,7 @@ def page(text: str, groups: Mapping[str, Mapping[Cell, Seconds]]) -> str:
         shares = (f"{sum(x <= most for x in behind) / len(behind):.1%}" for most in bars)
         summary.append(f"| {name} | {degree} | {len(cells)} | {' | '.join(shares)} | {max(behind):.0%} |")
         for cell, each in regrets.items():
-            if each.behind > AS_FAST - 1 + 1e-9:
+            if each.behind > LISTED:
                 taken, best = (f"{route}, {side}" for route, side in (each.taken, each.fastest))
                 where = f"{cell.cluster} {cell.machine} | {cell.mask} | {cell.heads}:{cell.kv_heads}"
                 row = (

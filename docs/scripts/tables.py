@@ -1,4 +1,4 @@
-"""Writes the tables of the docs that follow from the code: settings, flags, tests of Megatron, bytes, plans.
+"""Writes the tables of the docs that follow from the code: settings, flags, Megatron versions, bytes, plans.
 
 The table of the planner's errors is written, too: the package has a copy.
 
@@ -8,13 +8,11 @@ tests/house/test_docs.py fails until then.
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from messages import with_messages
-from predictions import page
+from predictions import summary
 from step_errors import judged, ranges, table
 from volume import Share, least, of_columns, of_ring, of_rows
 
@@ -28,7 +26,6 @@ from burst_plan.step.memory import total
 from burst_plan.step.planned import planned
 
 DOCS = Path(__file__).parents[1]
-TESTS = DOCS.parent / "tests"
 PUBLIC = DOCS.parent / "benchmarks" / "public"
 
 
@@ -49,15 +46,17 @@ def _attention() -> str:
     )
 
 
-def _megatron() -> str:
-    page = (DOCS / "frameworks/megatron.md").read_text()
-    page = with_rows(page, "| what | with | 0.16.1 | 0.19.2 |\n|---|---|---|---|\n", _tested())
-    page = with_rows(
-        page,
+def _flags_of_megatron() -> str:
+    page = (DOCS / "frameworks/megatron-flags.md").read_text()
+    return with_rows(page, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |")
+
+
+def _versions_of_megatron() -> str:
+    return with_rows(
+        (DOCS / "evidence/megatron-tests.md").read_text(),
         "| version | by the launcher | by the patches | largest difference |\n|---|---|---|---|\n",
         _trained(),
     )
-    return with_rows(page, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |")
 
 
 def _topology() -> str:
@@ -68,9 +67,9 @@ def _topology() -> str:
     )
 
 
-def _planning() -> str:
+def _planner() -> str:
     return with_rows(
-        (DOCS / "guides/planning.md").read_text(),
+        (DOCS / "evidence/planner.md").read_text(),
         "| kind of way | public runs | predicted speed was off by |\n|---|---|---|\n",
         (f"| {errors.kind} | {errors.runs} | {errors.range} |" for errors in ranges(judged(PUBLIC))),
     )
@@ -100,18 +99,14 @@ def _plan(words: Mapping[str, str], most: int) -> str | None:
     )
 
 
-def _messages() -> str:
-    return with_messages((DOCS / "reference/messages.md").read_text())
-
-
 WRITERS: dict[str, Callable[[], str]] = {
     "features/attention.md": _attention,
-    "frameworks/megatron.md": _megatron,
+    "frameworks/megatron-flags.md": _flags_of_megatron,
+    "evidence/megatron-tests.md": _versions_of_megatron,
     "features/topology.md": _topology,
     "reference/deepspeed-section.md": reference,
-    "guides/planning.md": _planning,
-    "reference/messages.md": _messages,
-    "evidence/predictions.md": lambda: page(PUBLIC),
+    "evidence/planner.md": _planner,
+    "evidence/predictions.md": lambda: summary(PUBLIC),
     "guides/scale.md": lambda: scale(QUICK),
     f"../burst_plan/step/{TABLE}": lambda: table(PUBLIC),
 }
@@ -122,7 +117,7 @@ def with_rows(page: str, before: str, rows: Iterable[str], after: str = "\n") ->
     """The page with these rows between `before` and the next line that begins with `after`."""
     head, tail = page.split(before)
     rest = tail.splitlines(keepends=True)
-    end = next(i for i, line in enumerate(rest) if line.startswith(after))
+    end = next((i for i, line in enumerate(rest) if line.startswith(after)), len(rest))
     return "".join([head, before, *(f"{row}\n" for row in rows), *rest[end:]])
 
 
@@ -136,34 +131,6 @@ def _flags() -> Iterable[str]:
         shown = "" if isinstance(default, bool) else _legal(name)
         told = f"Turns off: {meaning[0].lower()}{meaning[1:]}" if default is True else meaning
         yield f"| `{flag_of(name)}` | {shown} | {told} |"
-
-
-def _tested() -> Iterable[str]:
-    """Yield a row for each test of Megatron that is marked `proves`, by the thing that the tests prove."""
-    folders = TESTS / "megatron", TESTS / "plan"  # the second has the tests of patches
-    paths = sorted((path for f in folders for path in f.rglob("test_*.py")), key=lambda path: path.name)
-    proofs = [proof for path in paths for proof in _proofs(path)]
-    for what in dict.fromkeys(proof[0] for proof in proofs):
-        for _, how, test, on_all in (proof for proof in proofs if proof[0] == what):
-            yield f"| {what} | {how} | {test if on_all else '-'} | {test} |"
-
-
-def _proofs(path: Path) -> Iterable[tuple[str, str, str, bool]]:
-    """Yield (what, with what, test, whether the test runs on 0.16.1, too) for each marked test of a file."""
-    text = path.read_text()
-    needs_trainer = 'importorskip("megatron.training"' in text
-    for function in ast.parse(text).body:
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        words = [ast.unparse(decorator) for decorator in function.decorator_list]
-        on_all = not needs_trainer and not any(
-            "needs_" in w or "VERSION <" in w for w in words if "param" not in w
-        )
-        for decorator in function.decorator_list:
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.proves":
-                what, how = (ast.literal_eval(argument) for argument in decorator.args)
-                link = f"../../{path.relative_to(DOCS.parent)}"
-                yield what, how, f"[{path.stem.removeprefix('test_')}: {function.name}]({link})", on_all
 
 
 def _trained() -> Iterable[str]:
@@ -182,7 +149,6 @@ TOKENS, NODE = 2**20, 8
 SHAPES = {
     "32:32": (32, 32, 128, 256),
     "32:8": (32, 8, 128, 256),
-    "64:8": (64, 8, 128, 256),
     "128, MLA's latent": (128, 1, 192, 576),
 }
 """Heads, K/V heads, the width of a query head, and of a head of keys and values."""

@@ -1,7 +1,7 @@
 """Measures the CPU time of agreement in the thread that calls attention.
 
-`python tests/calls/calling_path.py` prints the table of docs/features/attention.md. Several rings on one
-machine tell what more processes cost from what more ranks of a ring do.
+`python tests/calls/calling_path.py` prints what docs/features/failures.md says of the agreement. Several
+rings on one machine tell what more processes cost from what more ranks of a ring do.
 """
 
 import sys

@@ -93,7 +93,7 @@ def test_the_schedule_in_the_docs_is_the_one_that_prints():
 
     printed = str(schedule(Route(nodes=1, intra=3), "query")).splitlines()
     shown = (
-        (ROOT / "docs" / "features" / "attention.md")
+        (ROOT / "docs" / "features" / "schedule.md")
         .read_text()
         .split("```text\n")[1]
         .split("```")[0]
@@ -152,12 +152,13 @@ def test_what_is_named_exists(page):
         assert (ROOT / path).exists(), path
 
 
-def test_both_pages_of_frameworks_have_the_same_table_of_calls():
-    pages = [(ROOT / "docs" / "frameworks" / name).read_text() for name in ("deepspeed.md", "torch.md")]
-    here, there = (re.search(r"^## Which call is yours\n.*?(?=^## )", page, re.M | re.S)[0] for page in pages)
-    assert here == there and here.count("|") > 12
-    for path in re.findall(r"`burst_mcore\.(\w+)\.(\w+)\(", here):
-        assert hasattr(importlib.import_module(f"burst_mcore.{path[0]}"), path[1]), path
+def test_the_calls_of_the_frameworks_are_there():
+    page = (ROOT / "docs" / "frameworks" / "deepspeed.md").read_text()
+    table = re.search(r"^## Which call is yours\n.*?(?=^## )", page, re.M | re.S)[0]
+    calls = re.findall(r"`burst_mcore\.(\w+)\.(\w+)\(", table)
+    assert len(calls) == 4
+    for module, name in calls:
+        assert hasattr(importlib.import_module(f"burst_mcore.{module}"), name), name
 
 
 def test_every_page_is_in_the_menu_of_the_manual():
@@ -166,6 +167,30 @@ def test_every_page_is_in_the_menu_of_the_manual():
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT}
     assert {page for page in listed if not page.startswith("source/")} == pages
     assert len(listed) == len(set(listed))
+
+
+def test_the_manual_is_short():
+    """Words of the committed pages, code and tables included; the site has some lists besides."""
+    counts = {page: len(page.read_text().split()) for page in PAGES}
+    longest = max(counts, key=counts.__getitem__)
+    assert counts[longest] <= 1800, (
+        f"{longest} has {counts[longest]} words: cut, or make two pages of one job each"
+    )
+    assert sum(counts.values()) <= 45_000 + counts[ROOT / "README.md"]
+
+
+def test_the_site_has_a_row_for_each_test_that_proves_something_of_megatron(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    import proofs
+
+    page = (ROOT / "docs" / "evidence" / "megatron-tests.md").read_text()
+    marks = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    listed = proofs.with_tests(page).splitlines()
+    rows = listed[listed.index("|---|---|---|---|") + 1 :]
+    rows = rows[: next(number for number, line in enumerate(rows) if not line.startswith("|"))]
+    assert len(rows) == len(re.findall(r"^@pytest\.mark\.proves\(", marks, re.MULTILINE)) > 60
+    assert {row.split(" | ")[2] for row in rows} == {"yes", "-"}
+    assert "make docs" not in page and not set(rows) & {*page.splitlines()}
 
 
 PUBLIC = ["", ".checkpointing", ".deepspeed", ".loss", ".recurrent", ".rollouts", ".torch"]
@@ -305,7 +330,7 @@ def test_every_flag_is_in_the_docs():
 
     from burst_mcore.megatron.arguments import add_arguments
 
-    text = (ROOT / "docs" / "frameworks" / "megatron.md").read_text()
+    text = (ROOT / "docs" / "frameworks" / "megatron-flags.md").read_text()
     for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
         assert f"`{action.option_strings[0]}`" in text or action.help == argparse.SUPPRESS
 
@@ -315,10 +340,11 @@ def test_every_method_and_kernel_is_in_the_docs():
     from burst_bench.subjects import SUBJECTS
     from burst_mcore.attention.kernels.table import KERNELS
 
-    page = (ROOT / "docs" / "evidence" / "benchmark.md").read_text()
+    pages = [(ROOT / "docs" / name).read_text() for name in ("evidence/benchmark.md", "evidence/step.md")]
+    page, kernels = "\n".join(pages), (ROOT / "docs" / "features" / "kernels.md").read_text()
     names = [name for kind, name in METHODS if kind != "kernels"]
     assert all(f"`{name}`" in page for name in [*names, *SUBJECTS])
-    assert all(f'`"{name}"`' in (ROOT / "docs" / "features" / "attention.md").read_text() for name in KERNELS)
+    assert all(f'`"{name}"`' in kernels for name in KERNELS)
 
 
 def test_tables_of_settings_are_made_from_the_configuration():
@@ -326,7 +352,8 @@ def test_tables_of_settings_are_made_from_the_configuration():
     from burst_mcore.megatron.arguments import flag_of
 
     attention, megatron = (
-        (ROOT / "docs" / page).read_text() for page in ("features/attention.md", "frameworks/megatron.md")
+        (ROOT / "docs" / page).read_text()
+        for page in ("features/attention.md", "frameworks/megatron-flags.md")
     )
     for name, (default, legal, meaning) in SETTINGS.items():
         words = ", ".join(f"`{word}`" for word in legal) if isinstance(legal, tuple) else legal
@@ -374,9 +401,10 @@ def test_every_error_has_an_entry(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
     import messages
 
-    page = (ROOT / "docs" / "reference" / "messages.md").read_text()
-    globs = messages.globs_of(page)
-    files = messages.messages()
+    page = messages.PAGE.read_text()
+    globs, files = messages.globs_of(page), messages.messages()
+    assert "\n* " not in page, "make docs writes the lists, which are not committed"
+    page = messages.with_messages(page)
     assert len(files) > 100 and sum(map(len, files.values())) > 500
     for path, texts in files.items():
         matching = [glob for glob in globs if fnmatch(path, glob)]
@@ -384,16 +412,25 @@ def test_every_error_has_an_entry(monkeypatch):
             f"errors of {path} belong to {matching or 'no section'} of docs/reference/messages.md"
         )
         for text in texts:
-            assert f"* {messages.shown(text)}\n" in page, f"make tables: no entry for {text!r} of {path}"
+            assert f"* {messages.shown(text)}\n" in page, f"no entry for {text!r} of {path}"
     for glob in globs:
         assert any(fnmatch(path, glob) for path in files), f"no error is of {glob}"
 
 
-def test_words_about_a_key_of_the_section_are_no_errors():
+def _page_of_messages(monkeypatch):
+    """The page of error messages as the site has it."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    import messages
+
+    return messages.with_messages(messages.PAGE.read_text())
+
+
+def test_words_about_a_key_of_the_section_are_no_errors(monkeypatch):
     pytest.importorskip("deepspeed")
     from burst_mcore.deepspeed.config.section import KEYS
 
-    entries = (ROOT / "docs" / "reference" / "messages.md").read_text().splitlines()
+    entries = _page_of_messages(monkeypatch).splitlines()
+    assert len(entries) > 800
     for _, legal, meaning in KEYS.values():
         assert not {f"* `{legal}`", f"* `{meaning}`"} & {*entries}
 
@@ -491,9 +528,9 @@ def _raised():
     yield lambda: use_burst(_llama(attention_dropout=0.1), 2)
 
 
-def test_errors_that_are_raised_are_in_the_list():
+def test_errors_that_are_raised_are_in_the_list(monkeypatch):
     pytest.importorskip("transformers")
-    page = (ROOT / "docs" / "reference" / "messages.md").read_text()
+    page = _page_of_messages(monkeypatch)
     entries = [words or fenced for words, fenced in re.findall(r"^\* (?:`([^`].*)`|`` (.*) ``)$", page, re.M)]
     named = [entry for entry in entries if len(re.findall("[A-Za-z]{2,}", entry)) >= 2]
     patterns = [re.compile(".*".join(map(re.escape, entry.split("…")))) for entry in named]
@@ -504,6 +541,25 @@ def test_errors_that_are_raised_are_in_the_list():
         assert any(pattern.fullmatch(text) for pattern in patterns), (
             f"docs/reference/messages.md lacks: {text}"
         )
+
+
+def test_the_rows_behind_the_page_of_predictions_are_those_of_the_public_files(monkeypatch):
+    """Sections that the site alone has; the page itself is in the test of tables."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "scripts"))
+    import predictions
+
+    public = ROOT / "benchmarks" / "public"
+    text = predictions.details(public)
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings == [
+        "Could any model do better?", "Choices", "Where the numbers come from", "Whose loop a row runs",
+        "Training steps", "All rows",
+    ]  # fmt: skip
+    rows = text.partition("\n## All rows\n")[2].split("| row | measured | predicted | error | |\n")[1]
+    counts = [len(json.loads((public / f"{name}.json").read_text())) for name in ("magi", "usp")]
+    assert rows.count("\n|") == sum(counts) > 400
+    page = (ROOT / "docs" / "evidence" / "predictions.md").read_text()
+    assert "docs/scripts/predictions.py" in page and len(page.split()) <= 500
 
 
 def test_pictures_are_as_the_code_draws_them(monkeypatch):

@@ -141,7 +141,7 @@ for layout in (rotated, Layout("backwards")):
     assert work(layout, Mask.causal(), 32, 4)[0].sum() == 32 * 33 // 2
     assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).position <= 64
     assert_exact(Mask.causal(), BurstConfig(layout=layout))
-names = "features/attention.md", "frameworks/megatron.md", "reference/deepspeed-section.md"
+names = "features/attention.md", "frameworks/megatron-flags.md", "reference/deepspeed-section.md"
 pages = [tables.WRITERS[name]() for name in names]
 assert all("rotated:K (chunk r + K)" in page for page in pages)
 """
@@ -397,7 +397,7 @@ arguments = parser.parse_args(["--burst-rounding", "stochastic"])
 assert burst_config(arguments) == BurstConfig(rounding="stochastic") != burst_config(parser.parse_args([]))
 section = section_of({"burst_attention": {"rounding": "stochastic"}})
 assert section.attention == BurstConfig(rounding="stochastic")
-names = "features/attention.md", "frameworks/megatron.md", "reference/deepspeed-section.md"
+names = "features/attention.md", "frameworks/megatron-flags.md", "reference/deepspeed-section.md"
 pages = [tables.WRITERS[name]() for name in names]
 assert all("How sums are rounded." in page for page in pages)
 """

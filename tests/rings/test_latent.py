@@ -429,8 +429,8 @@ def test_a_rank_without_a_latent_tells_the_others():
 
 
 def test_predictions_in_the_docs_are_those_of_the_model():
-    page = (Path(__file__).parents[2] / "docs" / "features" / "attention.md").read_text()
-    rows = page.split("| K and V travel | the latent travels |\n")[1].splitlines()[1:7]
+    page = (Path(__file__).parents[2] / "docs" / "features" / "latent.md").read_text()
+    rows = page.split("| K and V are sent | the latent is sent |\n")[1].splitlines()[1:7]
     assert len(rows) == 6
     for row in rows:
         name, nodes, degree, *said = (cell.strip() for cell in row.strip("|").split("|"))

@@ -1,12 +1,14 @@
-"""The blocks of docs/frameworks/recipes.md, run with stand-ins for what they take from their stack."""
+"""The blocks and modules of the recipes in docs/frameworks, run with stand-ins for parts of a stack."""
 
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
-PAGE = (Path(__file__).parents[2] / "docs/frameworks/recipes.md").read_text()
-FENCED = re.findall(r"^```(?:python torchrun=\d)?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+FOLDER = Path(__file__).parents[2] / "docs/frameworks"
+PAGES = "".join((FOLDER / f"recipes{name}.md").read_text() for name in ("", "-packed", "-rl"))
+FENCED = re.findall(r"^```(?:python torchrun=\d)?\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL)
+FENCED += [path.read_text() for path in sorted(FOLDER.parents[1].glob("examples/recipes/*.py"))]
 PLAYED = "# What a stack does"
 """Where a block goes on with a call site of its own, which tests/house/test_docs.py runs."""
 

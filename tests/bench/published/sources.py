@@ -1,12 +1,13 @@
 """Figures as their sources print them, in rows that `burst-mcore plan --against` reads.
 
-The BurstEngine paper's results and rows of other engines' steps lie beside the repository. What a source
+benchmarks/public/paper.json has the rows of the BurstEngine paper, which `public_rows` makes of its results.
+These results and rows of other engines' steps lie beside the repository. What a source
 leaves open is assumed once for all rows of a method; the assumptions stand beside the methods.
 """
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 
 from predictions import COUNTED
 
@@ -39,6 +40,38 @@ ENDS = {"tgs": "tokens per second per GPU", "mem_gb": "mem_gb"}
 def _sizes(model):
     """The fields of a row's model: no row is of a hybrid."""
     return {name: value for name, value in asdict(model).items() if name != "mixer"}
+
+
+def public_rows(paper):
+    """Return the rows of benchmarks/public/paper.json: fields that have their default are left out."""
+    return [_short(row, _source(row)) for row in (*paper.attention(), *paper.steps())]
+
+
+def _short(row, source):
+    if "way" not in row:
+        return {**{name: value for name, value in row.items() if value != ""}, "source": source}
+    model, way = _changed(row["model"], Model), _changed(row["way"], Way)
+    return {"pass": "train", "source": source, **row, "model": model, "way": way}
+
+
+def _changed(values, kind):
+    """Return the values that differ from the defaults of a data class."""
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    return {name: value for name, value in values.items() if value != defaults.get(name, MISSING)}
+
+
+def _source(row):
+    """Return the table or figure of the paper, by the row's name; other engines have a group of their own."""
+    section, *method = row.get("name", "attention of 32 GPUs").replace("_14b", "").split("/")
+    engine = "engine" if (method or [""])[0].startswith("burst") else "other engines"
+    words = {
+        "ablation": "ablation of 14B",
+        "end_to_end": f"end to end, its {engine}" if engine == "engine" else f"end to end, {engine}",
+        "inter_node": "2, 4 and 8 nodes",
+        "intra_node": "one node",
+        "sparse": "masks on one node",
+    }
+    return f"BurstEngine, {words.get(section, section)}"
 
 
 class Paper:

@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import processes, torchrun
-from sources import Paper
+from sources import Paper, public_rows
 from typer.testing import CliRunner
 
 from burst_bench.calibrate import Line, measured
@@ -24,6 +25,7 @@ from burst_bench.published.against import (
 )
 from burst_bench.published.methods import FITTED, WAYS, seconds_of, way_of
 from burst_bench.published.rows import Row
+from burst_bench.published.training import of_row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.candidates import Question, Ranks, Settings, kernel_seconds
 from burst_mcore.attention.geometry.shard import Shard
@@ -107,6 +109,34 @@ def test_the_constant_of_all_machines_does_not_hang_on_one_of_them():
         others, refitted = _fitted_constants(row for row in used if row.hardware != without)
         refitted = {**machines, **refitted}
         assert abs(median(others, refitted, without) - median(constants, machines, without)) < 0.03, without
+
+
+@pytest.mark.skipif(not PAPER.exists(), reason="the paper's figures lie beside the repository")
+def test_the_file_of_the_papers_rows_has_the_papers_results():
+    made = public_rows(Paper(PAPER / "results.json"))
+    assert made == json.loads((PUBLIC / "paper.json").read_text())
+    assert [*map(of_row, made[14:])] == [*map(of_row, Paper(PAPER / "results.json").steps())]
+
+
+def test_one_command_prints_the_table_of_the_paper_that_the_manual_shows():
+    """Attention and steps are in one file; errors are those of the page, by table of the paper."""
+    done = CliRunner().invoke(app, ["plan", "--against", str(PUBLIC / "paper.json")])
+    assert done.exit_code == 0, done.output
+    page = (PUBLIC.parents[1] / "docs" / "evidence" / "planner.md").read_text()
+    rows = re.findall(r"^(BurstEngine, .*?)  +(\w.*?)  +(\d+)  +(\S+%)  +(\S+%)  +(\S+%)$", done.output, re.M)
+    assert len(rows) == 12 and sum(int(row[2]) for row in rows) == 72
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in page
+
+
+def test_a_file_to_calibrate_needs_rows_of_attention(tmp_path):
+    rows = json.loads((PUBLIC / "paper.json").read_text())
+    files = [tmp_path / name for name in ("all.json", "steps.json")]
+    for file, part in zip(files, (rows, rows[14:]), strict=True):
+        file.write_text(json.dumps(part))
+    assert compare([PUBLIC / "paper.json"], files[:1]).machines.keys() == {"A800"}
+    with pytest.raises(ValueError, match="has no rows of attention"):
+        compare([PUBLIC / "paper.json"], files[1:])
 
 
 @pytest.mark.skipif(not PAPER.exists(), reason="the paper's figures lie beside the repository")
