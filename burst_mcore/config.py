@@ -46,7 +46,7 @@ class BurstConfig:
     backward: str = setting(
         "auto",
         BACKWARDS,
-        "The side that travels in backward: queries, or keys and values; auto: the cost model chooses.",
+        "The side that rotates in backward: queries, or keys and values; auto: the cost model chooses.",
     )
     """"query" sends Q, dO, D, LSE and dQ (BurstAttention, paper algorithm 2), "kv" K, V and dK, dV
     (RingAttention, paper algorithm 1)."""
@@ -89,7 +89,7 @@ class BurstConfig:
     """On one device, with one number of threads."""
 
     grad_dtype: torch.dtype = setting(
-        torch.float32, tuple(GRAD_DTYPES), "The dtype in which travelling gradients are summed and sent."
+        torch.float32, tuple(GRAD_DTYPES), "The dtype in which rotating gradients are summed and sent."
     )
     """A name is converted to a torch.dtype. Inputs in float64 always use float64."""
 

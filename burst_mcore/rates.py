@@ -27,7 +27,7 @@ class Rates:
     latency: float = 10e-6
     """Seconds that a message takes besides its bytes."""
     hidden: bool = True
-    """Whether messages travel while a rank computes; sockets take the cores that compute."""
+    """Whether messages rotate while a rank computes; sockets take the cores that compute."""
     backward: float | None = None
     """FLOPs a second of the kernel in backward; None: as in forward."""
     exponentials: float = math.inf

@@ -121,7 +121,7 @@ def explain(
 def draw(
     cluster: ClusterOption = "2x4",
     direction: Annotated[
-        str, typer.Option(help="forward, or the side that travels in backward: query or kv.")
+        str, typer.Option(help="forward, or the side that rotates in backward: query or kv.")
     ] = "query",
     ring: RingOption = "double",
     overlap: Overlap = True,

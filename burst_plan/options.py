@@ -17,7 +17,7 @@ Seq = Annotated[str, typer.Option(help="Tokens of the whole sequence, such as 40
 HeadDim = Annotated[int, typer.Option(help="Size of a head.")]
 ValueDim = Annotated[int | None, typer.Option(help="Size of a head of V; default: that of Q and K.")]
 LatentText = Annotated[
-    str | None, typer.Option(help="Multi-latent attention: latent + rope key that travel, such as 512+64.")
+    str | None, typer.Option(help="Multi-latent attention: latent + rope key that rotate, such as 512+64.")
 ]
 BatchOption = Annotated[int, typer.Option(help="Sequences in a batch.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]

@@ -110,9 +110,9 @@ def _ring(words: str, predicted: Speeds, bars: Speeds | None, more: float = 0, *
 
 def _rings() -> Iterator[Check]:
     yield _ring("ring of 8, 32K a rank", (0.985, 0.98), (0.97, 0.96), 4.75)
-    yield _ring("ring of 8, 32K a rank, keys travel", (0.985, 0.98), None, direction="kv")
+    yield _ring("ring of 8, 32K a rank, keys rotate", (0.985, 0.98), None, direction="kv")
     yield _ring("ring of 8, 8K a rank", (0.96, 0.94), (0.95, 0.93), 4.75, tokens=8192)
-    yield _ring("ring of 8, 8K a rank, keys travel", (0.96, 0.93), None, tokens=8192, direction="kv")
+    yield _ring("ring of 8, 8K a rank, keys rotate", (0.96, 0.93), None, tokens=8192, direction="kv")
     yield _ring("ring of 8, 4K a rank", (0.85, 0.85), None, tokens=4096)
 
 
@@ -129,7 +129,7 @@ def _more_rings() -> Iterator[Check]:
 def _other_ways() -> Iterator[Check]:
     """By the model, a latent's products take 6 % of a step."""
     dims: Mapping[str, Any] = {"head_dim": 192, "value_dim": 128, "heads": 16, "tokens": 8192}
-    words = "ring of 8, 8K a rank, a latent travels"
+    words = "ring of 8, 8K a rank, a latent rotates"
     speed = claim(f"{words}: both passes over {STOCK}", "burst", "kernel / this", 0.88)
     yield Check(words, VirtualCase(**dims, latent=True, direction="kv"), (speed,))
 

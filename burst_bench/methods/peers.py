@@ -28,7 +28,7 @@ from burst_mcore.mask import Mask
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 TRAVELS = {"ring": "alltoall", "gather": "allgather"}
-"""How keys and values travel, by our word: hop by hop, or all of them at once, which is torch's default."""
+"""How keys and values rotate, by our word: hop by hop, or all of them at once, which is torch's default."""
 
 
 def templates() -> Any:
@@ -40,9 +40,9 @@ def templates() -> Any:
     return module
 
 
-def choose(travels: str, balanced: bool = True) -> None:
-    """Set the options of all templates: how keys travel, and whether the sequence is dealt zigzag."""
-    templates().set_rotate_method(TRAVELS[travels])
+def choose(rotates: str, balanced: bool = True) -> None:
+    """Set the options of all templates: how keys rotate, and whether the sequence is dealt zigzag."""
+    templates().set_rotate_method(TRAVELS[rotates])
     templates()._cp_options.enable_load_balance = balanced
 
 
@@ -72,7 +72,7 @@ class Causal(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
 
 
-def parallel_attention(world: World, travels: str, causal: bool) -> AttendedBy:
+def parallel_attention(world: World, rotates: str, causal: bool) -> AttendedBy:
     """Return attention of zigzag shards, or contiguous ones without a mask, by torch's style for modules."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import parallelize_module
@@ -82,7 +82,7 @@ def parallel_attention(world: World, travels: str, causal: bool) -> AttendedBy:
     templates()._enable_context_parallel_dispatcher()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        choose(travels, balanced=causal)  # methods alternate; a backward follows its forward
+        choose(rotates, balanced=causal)  # methods alternate; a backward follows its forward
         out: Tensor = module(*(x.transpose(1, 2) for x in (q, k, v)))
         return out.transpose(1, 2)
 
@@ -160,9 +160,9 @@ def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
     return _needs(case, device, ["megatron-core", "transformer-engine"], heads=heads)
 
 
-def _torch(case: RingCase, world: World, travels: str) -> ShardedAttention:
+def _torch(case: RingCase, world: World, rotates: str) -> ShardedAttention:
     causal = case.seen == Mask.causal()
-    attend = parallel_attention(world, travels, causal)
+    attend = parallel_attention(world, rotates, causal)
     return ShardedAttention("zigzag" if causal else "contiguous", world, attend)
 
 
@@ -176,11 +176,11 @@ _FUNCTIONS = {
 add(
     "attention",
     Method(
-        "torch-ring", partial(_torch, travels="ring"), _needs, ours=False,
+        "torch-ring", partial(_torch, rotates="ring"), _needs, ours=False,
         row={"method": "ring", "variant": "zigzag"},
     ),
     Method(
-        "torch-gather", partial(_torch, travels="gather"), _needs, ours=False,
+        "torch-gather", partial(_torch, rotates="gather"), _needs, ours=False,
         row={"method": "all-gather", "variant": "zigzag"},
     ),
     *(

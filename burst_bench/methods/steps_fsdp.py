@@ -94,7 +94,7 @@ def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
     return {name: x.to(world.device) for name, x in batch.items()}
 
 
-def _context_parallel(travels: str, case: TrainedCase, world: World) -> Train:
+def _context_parallel(rotates: str, case: TrainedCase, world: World) -> Train:
     """FSDP2 x context_parallel: torch deals buffers zigzag, and takes sdpa's calls within its context."""
     mesh, batch = DeviceMesh.from_group(world.group, world.device), _batch(case, world)
 
@@ -102,7 +102,7 @@ def _context_parallel(travels: str, case: TrainedCase, world: World) -> Train:
     def dealt() -> Iterator[Mapping[str, Tensor]]:
         from torch.distributed.tensor.experimental import context_parallel
 
-        choose(travels)
+        choose(rotates)
         mine = {name: x.clone() for name, x in batch.items()}
         buffers = [*mine.values()]
         with context_parallel(

@@ -1,4 +1,4 @@
-"""One rank's share of a ring on one GPU: bundles arrive by asynchronous copies instead of from neighbours.
+"""One rank's share of a ring on one GPU: blocks arrive by asynchronous copies instead of from neighbours.
 
 What is real: the rank's program, its kernels, merging, accumulation, streams and waits, and copies of the
 bytes that a network would bring, from memory of the device. What is not: the values that arrive, and anybody
@@ -28,7 +28,7 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.runtime.executor import Bundle
+from burst_mcore.attention.runtime.executor import Buffer
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.dtypes import wide
@@ -53,10 +53,10 @@ class Copies:
         """Nobody is there."""
 
     def post(
-        self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]
+        self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]
     ) -> Sequence[torch.cuda.Event]:
         """Copy what is to be received; what is sent goes nowhere. An event holds back the current stream."""
-        came = [x for action, bundle in messages if isinstance(action, Recv) for x in bundle]
+        came = [x for action, block in messages if isinstance(action, Recv) for x in block]
         self.bytes += sum(x.nbytes for x in came)
         written = [(x, self._values(x, index)) for index, x in enumerate(came) if self._comes(x)]
         if self._stream is not None and written:
@@ -76,7 +76,7 @@ class Copies:
         return new or not self._once
 
     def _values(self, x: Tensor, index: int) -> Tensor:
-        """Return the arriving values: random numbers, made once for each shape and place in a bundle."""
+        """Return the arriving values: random numbers, made once for each shape and place in a block."""
         key = x.shape, x.dtype, index
         if key not in self._kept:
             self._kept[key] = torch.randn(x.shape, device=x.device).to(x.dtype)
@@ -115,7 +115,7 @@ class VirtualRank:
     """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own.
 
     With `works=False` its kernel is `idle` and its messages come once: what its passes take is what is done
-    around kernels. Where the latent travels, `k` and `v` are it and its rope key.
+    around kernels. Where the latent rotates, `k` and `v` are it and its rope key.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class VirtualRank:
             rank=size // 2, route=Route(nodes=1, intra=size),
             plan=plan_for(Layout("zigzag"), mask, n, size), scores=Scores(shape.head_dim**-0.5),
             problem=problem, kernel=chosen if works else idle(chosen), direction=Pass(direction),
-            grad_dtype=shape.grad_dtype, kv_heads=shape.carried[0], latent_travels=shape.latent_travels,
+            grad_dtype=shape.grad_dtype, kv_heads=shape.carried[0], latent_rotates=shape.latent_rotates,
         )  # fmt: skip
 
         def draw(heads: int, dim: int) -> Tensor:

@@ -25,15 +25,15 @@ class Passes:
     """O, merged."""
     stays: float
     """A gradient, added to a sum that stays with its rank."""
-    travels: float
-    """A gradient, added to a sum that travels."""
+    rotates: float
+    """A gradient, added to a sum that rotates."""
     stand_in: float = 0.0
-    """O of a travelling query: a kernel that forms D itself gets a stand-in for O."""
+    """O of a rotating query: a kernel that forms D itself gets a stand-in for O."""
     keys: float = 0.0
     """K and V, in forward, copied before a call."""
 
 
-OURS = Passes(out=2.5, stays=2.5, travels=10.0, stand_in=3.3)
+OURS = Passes(out=2.5, stays=2.5, rotates=10.0, stand_in=3.3)
 """The passes of burst_mcore, which `kernel_seconds` counts."""
 
 
@@ -119,7 +119,7 @@ def _window(place: LoopPlace, window: int, gradient: Channel | None, in_line: bo
 follows = partial(windows, in_line=True)
 """A ring (one window): gradients make a hop after each kernel, and are awaited after the next kernel.
 
-K, V and gradients use the same communicator, so they travel one after another."""
+K, V and gradients use the same communicator, so they rotate one after another."""
 windows_rounded = partial(windows, rounded=True)
 """All gradients have 16 bits."""
 
@@ -133,7 +133,7 @@ class Loop:
     draw: Callable[..., Program]
     """Place, and whether gradients follow -> its program."""
     float32: bool
-    """Whether gradients travel in float32 (`Kind.GRADIENT`), else in the dtype of K and V."""
+    """Whether gradients rotate in float32 (`Kind.GRADIENT`), else in the dtype of K and V."""
     passes: Passes
     """Bytes of memory around a kernel call, for an element."""
     repeats: float = 0.0
@@ -141,14 +141,14 @@ class Loop:
 
     def passes_of(self, group: int) -> Passes:
         """Return the bytes around a call, where `group` query heads share a key head."""
-        return replace(self.passes, travels=self.passes.travels + self.repeats * group)
+        return replace(self.passes, rotates=self.passes.rotates + self.repeats * group)
 
 
 RING_FLASH = Loop(
     source="zhuzilin/ring-flash-attention@8996282: ring_flash_attn/zigzag_ring_flash_attn.py, "
     "zigzag_ring_flash_attn_backward; utils.py, update_out_and_lse. The same in "
     "feifeibear/long-context-attention@b93c30e: yunchang/ring",
-    draw=follows, float32=True, passes=Passes(out=10.0, stays=10.0, travels=10.0),
+    draw=follows, float32=True, passes=Passes(out=10.0, stays=10.0, rotates=10.0),
 )  # fmt: skip
 """One kernel reads a result (2 bytes), and merges or adds it to a float32 sum (4 read, 4 written)."""
 
@@ -162,15 +162,15 @@ INTERNEVO = Loop(
 TRANSFORMER_ENGINE = Loop(
     source="NVIDIA/TransformerEngine@d0067d0: transformer_engine/pytorch/attention/dot_product_attention/"
     "context_parallel.py, AttnFuncWithCPAndKVP2P, flash_attn_fwd_out_correction",
-    draw=together, float32=False, passes=Passes(out=6.0, stays=6.0, travels=10.0),
+    draw=together, float32=False, passes=Passes(out=6.0, stays=6.0, rotates=10.0),
 )  # fmt: skip
 """All sums have 16 bits (2 read twice, 2 written); dK and dV are joined first (2 read, 2 written)."""
 _MAGI = "SandAI-org/MagiAttention@2c64135: exps/dist_attn/baselines/"
-_HOPPER = Passes(out=6.0 + 1 + 4 + 6, stays=6.0 + 3 + 12 + 6, travels=10.0 + 1 + 4 + 6, keys=1.0 + 4)
+_HOPPER = Passes(out=6.0 + 1 + 4 + 6, stays=6.0 + 3 + 12 + 6, rotates=10.0 + 1 + 4 + 6, keys=1.0 + 4)
 """As in TransformerEngine. Besides, halves of operands are copied out (4 for half of the rows in half of the
 steps: 1 for each operand). FlashAttention 3 gets operands that were gathered by row (2 read, 2 written), and
 its results are scattered into zeros (4 written, 2 read)."""
-_BLACKWELL = Passes(out=6.0 + 1, stays=6.0 + 3, travels=10.0 + 1 + 4, keys=1.0)
+_BLACKWELL = Passes(out=6.0 + 1, stays=6.0 + 3, rotates=10.0 + 1 + 4, keys=1.0)
 """As on Hopper, but cuDNN takes operands as they are. Backward repeats K and V for each query head."""
 MAGI_RING = {
     9: Loop(
@@ -192,13 +192,13 @@ MAGI_ULYSSES = {
     9: Loop(
         source=_MAGI + "ulysess.py, FA3UlysessAttnFunc",
         draw=follows, float32=False,
-        passes=Passes(out=10.0, stays=18.0, travels=10.0, keys=4.0),
+        passes=Passes(out=10.0, stays=18.0, rotates=10.0, keys=4.0),
     )
 }  # fmt: skip
 """Ulysses there, on Hopper: operands gathered and results scattered around one kernel call."""
 DEEPSPEED = Loop(
     source="deepspeedai/DeepSpeed: deepspeed/sequence/layer.py, DistributedAttention",
-    draw=follows, float32=False, passes=Passes(out=0.0, stays=0.0, travels=0.0),
+    draw=follows, float32=False, passes=Passes(out=0.0, stays=0.0, rotates=0.0),
 )  # fmt: skip
 """One kernel call between exchanges of heads."""
 
@@ -222,18 +222,18 @@ class Gather:
 
 TE_GATHER = Gather(
     source=TRANSFORMER_ENGINE.source.split(",")[0] + ", AttnFuncWithCPAndKVAllGather",
-    passes=Passes(out=4.0, stays=4.0, travels=0.0), forward=4.0, backward=4.0 + 12 + 4,
+    passes=Passes(out=4.0, stays=4.0, rotates=0.0), forward=4.0, backward=4.0 + 12 + 4,
 )  # fmt: skip
 """K and V are put in order (2 read, 2 written), gradients of both calls added (6 each), put in order."""
 MAGI_GATHER = {
     9: Gather(
         source=_MAGI + "ring_attn.py, FA3RingAGAttnFunc",
-        passes=Passes(out=4.0 + 4 + 6 + 4, stays=8.0 + 12 + 6 + 4, travels=0.0),
+        passes=Passes(out=4.0 + 4 + 6 + 4, stays=8.0 + 12 + 6 + 4, rotates=0.0),
         forward=4.0, backward=4.0 + 2 + 2 * 2 + 12 + 4, read=4.0, read_backward=4.0,
     ),
     10: Gather(
         source=_MAGI + "ring_attn.py, TERingAGAttnFunc",
-        passes=Passes(out=4.0 + 4, stays=8.0 + 4, travels=0.0),
+        passes=Passes(out=4.0 + 4, stays=8.0 + 4, rotates=0.0),
         forward=4.0, backward=4.0 + 2 + 12 + 4 + 6, repeats=2.0 + 4,
     ),
 }  # fmt: skip

@@ -41,7 +41,7 @@ class MethodWay:
     heads: int = 1
     """Ranks of a group: they exchange tokens for heads before the ring, and back after it."""
     double: bool = False
-    """Whether bundles travel between nodes beside those within a node."""
+    """Whether blocks rotate between nodes beside those within a node."""
     layout: str = "zigzag"
     direction: Pass = Pass.KV
     exchanges: int = 0
@@ -206,8 +206,8 @@ def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
     if pass_ == Pass.FORWARD:
         return passes.out * out + passes.keys * kv
     if pass_ == Pass.KV:
-        return passes.stays * q + passes.travels * kv
-    return passes.travels * q + passes.stays * kv + passes.stand_in * out
+        return passes.stays * q + passes.rotates * kv
+    return passes.rotates * q + passes.stays * kv + passes.stand_in * out
 
 
 def _ring_of(way: MethodWay, groups: Ranks, pass_: Pass, shard: Shard, work: KernelWork) -> RoutedPass:
@@ -223,7 +223,7 @@ def _ring_of(way: MethodWay, groups: Ranks, pass_: Pass, shard: Shard, work: Ker
 
 def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
     """Yield the programs of a loop, place by place."""
-    for position in range(route.positions):
+    for position in range(route.ring_size):
         yield loop.draw(loops.LoopPlace(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
 
 

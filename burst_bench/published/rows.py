@@ -56,7 +56,7 @@ class Row:
     head_parallel: int | None = None
     """Ranks that share heads; None: as the method does by itself."""
     variant: str = ""
-    """Words about the method: basic, zigzag or stripe for the layout; qkvpack if Q, K, V travel as one."""
+    """Words about the method: basic, zigzag or stripe for the layout; qkvpack if Q, K, V rotate as one."""
     dtype: str = "bfloat16"
     tflops: float | None = None
     iterations_per_second: float | None = None

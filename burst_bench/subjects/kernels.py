@@ -138,11 +138,11 @@ class HopsCase(SquareCase):
     def prepare(self, world: World) -> Stage:
         tensors = self.tensors(world.device)
         calls = self.bare(KERNELS[others(self, world.device)[0]], tensors)
-        bundle = torch.cat([x.flatten() for x in tensors[1:3]])
-        pairs = [(bundle.clone(), torch.empty_like(bundle)) for _ in range(self.communicators)]
+        block = torch.cat([x.flatten() for x in tensors[1:3]])
+        pairs = [(block.clone(), torch.empty_like(block)) for _ in range(self.communicators)]
         groups = [
             companion([0], "nccl", timedelta(minutes=2), self.ctas, priority=self.priority)
-            for _ in (pairs if bundle.is_cuda else ())
+            for _ in (pairs if block.is_cuda else ())
         ]
 
         def under_way(call: Callable[[], object]) -> None:
@@ -154,7 +154,7 @@ class HopsCase(SquareCase):
         alone = Trial({"": calls.forward}, ahead=True)
         hops = Trial({"": partial(under_way, lambda: None)}, ahead=True)
         beside = Trial({"": partial(under_way, calls.forward)}, ahead=True)
-        facts = {("messages", "sent"): float(self.communicators * bundle.nbytes)}
+        facts = {("messages", "sent"): float(self.communicators * block.nbytes)}
         return Stage(lambda method: beside, {"alone": alone, "messages": hops}, facts)
 
     def derive(self, table: Table) -> Derived:
@@ -169,9 +169,9 @@ def post(groups: Sequence[dist.ProcessGroup], pairs: Sequence[tuple[Tensor, Tens
     On a CPU a message is a copy, at once: NCCL is not there, and neither is a group.
     """
     works: list[dist.Work] = []
-    for group, (bundle, arrived) in zip(groups, pairs, strict=False):
-        ends = (dist.irecv, arrived), (dist.isend, bundle)
+    for group, (block, arrived) in zip(groups, pairs, strict=False):
+        ends = (dist.irecv, arrived), (dist.isend, block)
         works += dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=0) for op, x in ends])
-    for bundle, arrived in () if groups else pairs:
-        arrived.copy_(bundle)
+    for block, arrived in () if groups else pairs:
+        arrived.copy_(block)
     return works

@@ -112,8 +112,8 @@ class ClusterCase(Case):
     def named(cls, device: str) -> Mapping[str, ClusterCase]:
         """Return the rings without compute, overlap where it matters most, and a grid of cells for "auto".
 
-        The rings are compared without a mask, so that all rows travel all the way: under a causal one the
-        flat ring drops more of them. Data and gradients are as many bytes: "kv" travels.
+        The rings are compared without a mask, so that all rows rotate all the way: under a causal one the
+        flat ring drops more of them. Data and gradients are as many bytes: "kv" rotates.
         """
         cases = {
             f"double ring, 2 x {intra}": cls(intra=intra, tokens=128, mask="full", ways=BOTH_RINGS)

@@ -25,7 +25,7 @@ CHOOSING_TOKENS = 8192
 
 
 class VirtualCase(SquareCase):
-    """One rank's share of a ring on one device, bundles by asynchronous copies."""
+    """One rank's share of a ring on one device, blocks by asynchronous copies."""
 
     subject = "virtual-ring"
 
@@ -35,7 +35,7 @@ class VirtualCase(SquareCase):
     """Of that rank."""
     direction: str = one_of("query", ("query", "kv"))
     latent: bool = False
-    """A latent travels, as wide beside a head as DeepSeek-V3's, of whose keys a third is the rope key."""
+    """A latent rotates, as wide beside a head as DeepSeek-V3's, of whose keys a third is the rope key."""
 
     @property
     def seen(self) -> Mask:
@@ -54,7 +54,7 @@ class VirtualCase(SquareCase):
         share = Shard(
             batch=1, tokens=self.tokens, heads=self.heads, kv_heads=self.kv_heads, head_dim=head_dim,
             value_dim=value_dim, dtype=DTYPES[self.dtype],
-            latent=(8 * head_dim // 3, head_dim // 3) if self.latent else None, latent_travels=self.latent,
+            latent=(8 * head_dim // 3, head_dim // 3) if self.latent else None, latent_rotates=self.latent,
         )  # fmt: skip
         return VirtualRank(
             share, self.size, mask=self.seen, kernel=kernel, works=works,

@@ -13,7 +13,7 @@ from burst_mcore.attention.call import Call
 from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.replay import Recompute
 from burst_mcore.attention.request import Request
-from burst_mcore.attention.runtime.executor import ProcessGroups, transport_of
+from burst_mcore.attention.runtime.executor import GroupTransport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 
@@ -109,7 +109,7 @@ def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
 def _alike(request: Request, call: Call) -> tuple[object, ...]:
     """Return the properties by which a call is like an earlier one, whatever the documents."""
     own = request.shard, request.config, request.scores, request.mask.of_layer
-    wanted = request.return_lse, request.sinks, request.travels
+    wanted = request.return_lse, request.sinks, request.rotates
     return *own, *wanted, call.route, call.direction, call.kernel.name
 
 
@@ -118,7 +118,7 @@ def agree_on_backward(
     call: Call,
     record: CallRecord,
     agreement: Agreement | None,
-    transport: ProcessGroups,
+    transport: GroupTransport,
     *,
     through_lse: bool,
 ) -> Agreed:

@@ -60,8 +60,8 @@ def burst_attention(
             attend to nothing gets zeros.
         latent: instead of k and v, what they are made of in multi-latent attention: a latent [batch, local
             sequence, R], a rope key [batch, local sequence, 1, Dr] and weights [heads, R, Dk + Dv], with
-            Dk = head_dim - Dr. The latent travels, by its field `travels`; K and V are not saved for
-            backward, but made again, except where they travel and heads are shared. The gradient of the
+            Dk = head_dim - Dr. The latent rotates, by its field `rotates`; K and V are not saved for
+            backward, but made again, except where they rotate and heads are shared. The gradient of the
             weights is this rank's share, as that of sinks.
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores s become softcap * tanh(s / softcap).
@@ -104,8 +104,8 @@ def burst_attention(
             raise no_topology(topology)
         telling = refusing(agreement_of(topology))
     with telling:
-        tensors, travels = tensors_of(q, k, v, latent, sinks, unknown)
-    options = Options(topology, mask, config, softmax_scale, softcap, *wanted, travels)
+        tensors, rotates = tensors_of(q, k, v, latent, sinks, unknown)
+    options = Options(topology, mask, config, softmax_scale, softcap, *wanted, rotates)
     out, lse, max_logit = _attended(tensors, options)
     results = [out]
     if return_lse:
@@ -148,7 +148,7 @@ def tensors_of(
     sinks: Tensor | None,
     unknown: dict[str, Never],
 ) -> tuple[Tensors, str]:
-    """Return the tensors of a call, cast as under autocast, and `Latent.travels`."""
+    """Return the tensors of a call, cast as under autocast, and `Latent.rotates`."""
     if unknown:
         ours = {name: f"config=BurstConfig({name}=...)" for name in SETTINGS}
         raise no_argument("burst_attention", unknown, _ARGUMENTS, ours)
@@ -156,11 +156,11 @@ def tensors_of(
         if k is None or v is None:
             missing = " and ".join(name for name, tensor in (("k", k), ("v", v)) if tensor is None)
             raise ValueError(f"burst_attention needs k and v, or latent=Latent(...), got no {missing}")
-        up, travels = None, "off"
+        up, rotates = None, "off"
     else:
         if k is not None or v is not None:
             raise ValueError("burst_attention takes k and v, or latent, not both")
         check_parts(latent)
-        k, v, up, travels = latent.compressed.unsqueeze(2), latent.rope_key, latent.weight, latent.travels
+        k, v, up, rotates = latent.compressed.unsqueeze(2), latent.rope_key, latent.weight, latent.rotates
     q, k, v, up = autocast(q, k, v, up)
-    return Tensors(q, k, v, sinks, up), travels
+    return Tensors(q, k, v, sinks, up), rotates

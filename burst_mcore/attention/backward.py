@@ -1,6 +1,6 @@
 """Backward: one side rotates, its gradient a ring step behind; the other side's stays (algorithms 1, 2).
 
-Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+Letters: B batch, S rows of this rank, P rows of its ring rank, H query heads, D head dim. P is S,
 or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistics lse and delta [B, H, S or
 P].
 """
@@ -28,7 +28,7 @@ from burst_mcore.attention.numerics.merge import (
 )
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
-from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
+from burst_mcore.attention.runtime.executor import Buffer, Exchange, Executor, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 
@@ -50,7 +50,7 @@ def backward(
         if call.route.heads > 1:
             own, own_out = (queries.dout, queries.delta), None
             dout, delta = (lease.empty(pooled_like(x, call.head_group), x.dtype, x.device) for x in own)
-            kind = Kind.BUNDLE if call.direction == Pass.QUERY else Kind.ROWS
+            kind = Kind.ROTATING_IN if call.direction == Pass.QUERY else Kind.STAYING_IN
             inward = {kind: Inward(call.head_group, own, (dout, delta), lease)}
             queries = queries._replace(dout=dout, delta=delta)
         algorithm = _QueriesRotate if call.direction == Pass.QUERY else _KeysRotate
@@ -60,10 +60,10 @@ def backward(
 class _Sides(NamedTuple):
     """The tensors of both sides of a backward."""
 
-    rotating: Bundle
-    differentiated: Bundle
+    rotating: Buffer
+    differentiated: Buffer
     """The rotating tensors whose gradient rotates behind them."""
-    staying: Bundle
+    staying: Buffer
     """The tensors of the other side that have a gradient."""
 
 
@@ -95,20 +95,21 @@ class _Backward(ABC):
         """Return the tensors of the side that rotates, and of the side that stays."""
 
     @abstractmethod
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
+    def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
         """Add the gradients of a received block and of the rows that stay, tile by tile."""
 
     def run(self, transport: Transport, inward: Mapping[Kind, Exchange]) -> tuple[Tensor, Tensor, Tensor]:
         outward = self.outward() if inward else {}
         home = sendable(self.call, self.sides.rotating)
-        ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, {**inward, **outward})
+        given = transport, self.call.rank, home, self.new, self.lease.free, {**inward, **outward}
+        executor = Executor(*given, self.call.total_dtype)
         self.call.prepare(self.pass_, self.queries.q.device)
-        ring.run(self.call.bound(self.pass_), self.compute, self.accumulate, self.keep)
+        executor.run(self.call.bound(self.pass_), self.compute, self.accumulate, self.keep)
         if outward:
-            rotated, stayed = outward[Kind.SUM].own, outward[Kind.RESULT].own
+            rotated, stayed = outward[Kind.ROTATING_OUT].own, outward[Kind.STAYING_OUT].own
         else:
             rotated = tuple(self.lease.keep(total) for total in self.own.results())
-            self.blocks.close(self.call.position)
+            self.blocks.close(self.call.ring_rank)
             stayed = self.staying.results()
         dq, dk, dv = (*rotated, *stayed) if self.pass_ == Pass.QUERY else (*stayed, *rotated)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
@@ -125,7 +126,7 @@ class _Backward(ABC):
         rotate, scores = self.pass_ == Pass.QUERY, self.call.scores
         return self.call.kernel.shares(inputs, tile.pattern, scores, queries_rotate=rotate, large=large)
 
-    def accumulate(self, sums: Bundle, rows: Rows | None, first: bool, total: Bundle | None) -> None:
+    def accumulate(self, sums: Buffer, rows: Rows | None, first: bool, total: Buffer | None) -> None:
         """Add the pending gradients to the sums of their block, which have arrived from the ring rank before.
 
         Runs once for each block of others, between its compute and the send of the sums. A kernel that adds
@@ -139,7 +140,7 @@ class _Backward(ABC):
         self.pending.add_to(running)
         running.finish(total)
 
-    def keep(self, sums: Bundle | None, rows: Rows | None) -> None:
+    def keep(self, sums: Buffer | None, rows: Rows | None) -> None:
         """Add to the gradient of this rank's own block.
 
         Runs after the compute of the own block, whose gradients are pending (sums is None), and once for the
@@ -150,7 +151,7 @@ class _Backward(ABC):
         else:
             self.own.take((range(sums[0].shape[1]),) if rows is None else rows, sums)
 
-    def new(self, kind: Kind, rows: Rows | None) -> Bundle:
+    def new(self, kind: Kind, rows: Rows | None) -> Buffer:
         """Return a buffer for these rows of a rotating block, or of its gradient."""
         if kind == Kind.DATA:
             return room_like(self.lease, self.sides.rotating, rows)
@@ -170,13 +171,13 @@ class _Backward(ABC):
         dkv = tuple(new((*shape, self.call.kv_heads, n), dtype=dtype, device=q.device) for n in widths)
         rotated, stayed = (dq, dkv) if self.pass_ == Pass.QUERY else (dkv, dq)
         return {
-            Kind.SUM: Outward(group, self.own.put, rotated, self.lease),
-            Kind.RESULT: Outward(group, self.put_staying, stayed, self.lease),
+            Kind.ROTATING_OUT: Outward(group, self.own.put, rotated, self.lease),
+            Kind.STAYING_OUT: Outward(group, self.put_staying, stayed, self.lease),
         }
 
-    def put_staying(self, rows: range, into: Bundle) -> None:
+    def put_staying(self, rows: range, into: Buffer) -> None:
         """Write the gradients of some rows that stay."""
-        self.blocks.settle(self.call.position, rows)
+        self.blocks.settle(self.call.ring_rank, rows)
         self.staying.put(rows, into)
 
 
@@ -189,8 +190,8 @@ class _QueriesRotate(_Backward):
     def sides(self) -> _Sides:
         return _Sides(self.queries, self.queries[:1], self.keys.tensors)
 
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
-        tiles, here = self.call.tiles_of(self.pass_, action), self.call.position
+    def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
+        tiles, here = self.call.tiles_of(self.pass_, action), self.call.ring_rank
         if not tiles:
             return
         is_own = action.source == here
@@ -231,7 +232,7 @@ class _KeysRotate(_Backward):
     def sides(self) -> _Sides:
         return _Sides(self.keys.tensors, self.keys.tensors, self.queries[:1])
 
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
+    def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
         tiles = self.call.tiles_of(self.pass_, action)
         if tiles:
             all_are_here = action.part is None  # else rows of other members of the head group may still come

@@ -1,6 +1,6 @@
 """A call of attention that all ranks have agreed on, and the tensors of its two passes.
 
-Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+Letters: B batch, S rows of this rank, P rows of its ring rank, H query heads, D head dim. P is S,
 or the pooled rows of a head group.
 """
 
@@ -21,7 +21,7 @@ from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel, Problem, Scores
 from burst_mcore.attention.numerics.merge import KeyBlocks
 from burst_mcore.attention.runtime.binding import Bound, bind
-from burst_mcore.attention.runtime.executor import Bundle
+from burst_mcore.attention.runtime.executor import Buffer
 from burst_mcore.attention.runtime.head_exchange import HeadGroup
 from burst_mcore.attention.schedule.actions import Compute, Pass, Program
 from burst_mcore.attention.schedule.route import Route, program
@@ -36,17 +36,17 @@ class Call:
     rank: int
     route: Route
     plan: Plan
-    """Which rows meet which, by positions of the route."""
+    """Which rows meet which, by ring ranks of the route."""
     scores: Scores
     problem: Problem
     """The shapes and options that the kernel serves."""
     kernel: Kernel
     direction: Pass
-    """The backward pass: QUERY or KV, the side that travels."""
+    """The backward pass: QUERY or KV, the side that rotates."""
     grad_dtype: torch.dtype
     kv_heads: int
-    """K/V heads in all, as they travel: one where the latent does."""
-    latent_travels: bool = False
+    """K/V heads in all, as they rotate: one where the latent does."""
+    latent_rotates: bool = False
     lse_at_home: bool = False
     """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
     _bound: dict[Pass, Bound] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -73,9 +73,9 @@ class Call:
         return self.problem.dtype if smaller and not several else self.grad_dtype
 
     @cached_property
-    def position(self) -> int:
-        """The position of this rank, or of its head group, on the ring."""
-        return self.route.placement.position(self.rank)
+    def ring_rank(self) -> int:
+        """The ring rank of this rank, or of its head group, on the ring."""
+        return self.route.placement.ring_rank(self.rank)
 
     @cached_property
     def member(self) -> int:
@@ -90,12 +90,12 @@ class Call:
     @cached_property
     def head_group(self) -> HeadGroup:
         """The ranks that share heads with this one."""
-        rows = (self.plan.member_rows(self.position, member) for member in range(self.route.heads))
+        rows = (self.plan.member_rows(self.ring_rank, member) for member in range(self.route.heads))
         return HeadGroup(self.member, tuple(rows))
 
     def keys_met(self, source: int) -> Rows:
-        """Return the rows of keys of a position that the queries here meet."""
-        return spans(tuple([tile.k for tile in self.tiles(self.position, source)]))
+        """Return the rows of keys of a ring rank that the queries here meet."""
+        return spans(tuple([tile.k for tile in self.tiles(self.ring_rank, source)]))
 
     def program(self, pass_: Pass) -> Program:
         """Return the program of this rank in a pass."""
@@ -109,18 +109,18 @@ class Call:
 
     def tiles(
         self,
-        q_position: int,
-        k_position: int,
+        q_rank: int,
+        k_rank: int,
         *,
         q_part: int | None = None,
         k_part: int | None = None,
         keys_stay: bool = False,
     ) -> Tiles:
-        """Return where the queries of one position, or of a member there, meet the keys of another.
+        """Return where the queries of one ring rank, or of a member there, meet the keys of another.
 
         keys_stay: as in `Plan.pieces`.
         """
-        which = self.plan, q_position, k_position, self.kernel.abilities
+        which = self.plan, q_rank, k_rank, self.kernel.abilities
         return tiles_of(*which, q_part=q_part, k_part=k_part, keys_stay=keys_stay)
 
     def prepare(self, pass_: Pass, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class Call:
         """Return the tiles of one compute of a pass."""
         key = pass_, action.source, action.part
         if key not in self._tiles:
-            here = self.position
+            here = self.ring_rank
             if pass_ == Pass.QUERY:
                 self._tiles[key] = self.tiles(action.source, here, k_part=action.part, keys_stay=True)
             else:
@@ -154,14 +154,14 @@ class Call:
         return {
             "tokens": str(self.plan.n),
             "route": str(self.route),
-            "travels in backward": str(self.direction),
+            "rotates in backward": str(self.direction),
             "kernel used": self.kernel.name,
-            "latent travels": str(self.latent_travels),
+            "latent rotates": str(self.latent_rotates),
         }
 
 
 class Queries(NamedTuple):
-    """The query side of backward, in the order in which it travels."""
+    """The query side of backward, in the order in which it rotates."""
 
     q: Tensor
     dout: Tensor
@@ -178,7 +178,7 @@ class Keys(NamedTuple):
     """Makes K and V of the blocks of a pass, where something else rotates for them."""
 
     @property
-    def tensors(self) -> Bundle:
+    def tensors(self) -> Buffer:
         """What rotates."""
         return self.k, self.v
 
@@ -199,8 +199,8 @@ class Attended(NamedTuple):
     """[H], if the call wants it: the largest score that this rank formed, -inf of heads of other members."""
 
 
-def sendable(call: Call, bundle: Bundle) -> Bundle:
-    """Return the bundle contiguous, as messages must be, if the ring has other positions."""
-    if call.route.positions == 1:
-        return tuple(bundle)
-    return tuple([tensor.contiguous() for tensor in bundle])
+def sendable(call: Call, block: Buffer) -> Buffer:
+    """Return the block contiguous, as messages must be, if the ring has other ring ranks."""
+    if call.route.ring_size == 1:
+        return tuple(block)
+    return tuple([tensor.contiguous() for tensor in block])

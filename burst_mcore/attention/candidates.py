@@ -61,18 +61,18 @@ def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: boo
 
     ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
     """
-    positions, outer = ranks.size // degree, outer and 1 < degree < ranks.size
+    ring_size, outer = ranks.size // degree, outer and 1 < degree < ranks.size
     if ring == "direct":
-        return Route(1, positions, degree, overlap, direct=positions > 1, outer=outer)
-    nodes = 1 if ring == "flat" else _nodes_of_ring(positions, 1 if outer else degree, ranks.intra)
-    return Route(nodes, positions // nodes, degree, overlap, outer=outer)
+        return Route(1, ring_size, degree, overlap, direct=ring_size > 1, outer=outer)
+    nodes = 1 if ring == "flat" else _nodes_of_ring(ring_size, 1 if outer else degree, ranks.intra)
+    return Route(nodes, ring_size // nodes, degree, overlap, outer=outer)
 
 
-def _nodes_of_ring(positions: int, apart: int, intra: int) -> int:
-    """Return over how many nodes a ring goes whose positions are `apart` ranks from each other."""
+def _nodes_of_ring(ring_size: int, apart: int, intra: int) -> int:
+    """Return over how many nodes a ring goes whose ring ranks are `apart` ranks from each other."""
     if apart % intra == 0:
-        return positions
-    return positions * apart // intra if intra % apart == 0 and positions * apart % intra == 0 else 1
+        return ring_size
+    return ring_size * apart // intra if intra % apart == 0 and ring_size * apart % intra == 0 else 1
 
 
 def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
@@ -150,9 +150,9 @@ class Question:
         layout, mask = _typical(self.layout, self.mask, self.n, self.ranks.size)
         return replace(self, layout=layout, mask=mask)
 
-    def with_latent(self, travels: bool) -> Question:
-        """Return the question where the latent travels, or K and V."""
-        return replace(self, shard=replace(self.shard, latent_travels=travels))
+    def with_latent(self, rotates: bool) -> Question:
+        """Return the question where the latent rotates, or K and V."""
+        return replace(self, shard=replace(self.shard, latent_rotates=rotates))
 
     @property
     def reach(self) -> int | None:
@@ -247,8 +247,8 @@ def _uneven(n: int, length: int) -> Tensor:
 def kernel_seconds(shard: Shard, pass_: Pass, rates: Rates, pairs: Tensor) -> Tensor:
     """Return the seconds of kernel calls and of the passes over memory around them, by their pairs.
 
-    Rows that take part are taken to be the side of a triangle with as many pairs. A latent that travels is
-    expanded for each bundle.
+    Rows that take part are taken to be the side of a triangle with as many pairs. A latent that rotates is
+    expanded for each block.
     """
     forward, heads = pass_ == Pass.FORWARD, shard.batch * shard.heads
     rate = rates.compute if forward else rates.backward or rates.compute
@@ -260,7 +260,7 @@ def kernel_seconds(shard: Shard, pass_: Pass, rates: Rates, pairs: Tensor) -> Te
     # Bytes for each number of a row, as tests/kernels/test_passes.py counts them on a ring of 8.
     around = {Pass.FORWARD: 2.5 * out, Pass.KV: 2.5 * q + 10 * kv, Pass.QUERY: 10 * q + 2.5 * kv + 3.3 * out}
     per_row = (rates.fill + wave / 2 / heads) * per_pair + around[pass_] / rates.memory
-    if shard.latent_travels and pass_ != Pass.QUERY:
+    if shard.latent_rotates and pass_ != Pass.QUERY:
         per_row += expansion_seconds(shard, pass_, rates)
     return pairs * per_pair + (2 * pairs).sqrt().clamp(max=shard.tokens) * per_row
 

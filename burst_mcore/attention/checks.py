@@ -18,7 +18,7 @@ from burst_mcore.mask import Mask
 from burst_mcore.words import brief, is_finite
 
 TRAVELS = ("auto", "on", "off")
-"""Values of `Latent.travels`."""
+"""Values of `Latent.rotates`."""
 TENSOR = "[batch, local sequence, heads, head_dim] without empty dimensions"
 
 
@@ -117,15 +117,15 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def check_settings(
-    mask: Mask, config: BurstConfig, softmax_scale: float | None, softcap: float | None, travels: str
+    mask: Mask, config: BurstConfig, softmax_scale: float | None, softcap: float | None, rotates: str
 ) -> None:
     """Refuse other things than a mask and a config, and numbers that scores cannot be multiplied by."""
     if not isinstance(config, BurstConfig):
         raise ValueError(f"config must be a BurstConfig, got {brief(config)}")
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {brief(mask)}: {_nearest(mask)}")
-    if travels not in TRAVELS:
-        raise ValueError(f"travels must be one of {', '.join(map(repr, TRAVELS))}, got {brief(travels)}")
+    if rotates not in TRAVELS:
+        raise ValueError(f"rotates must be one of {', '.join(map(repr, TRAVELS))}, got {brief(rotates)}")
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (is_finite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {brief(value)}")

@@ -83,7 +83,7 @@ def best(costed: Sequence[Candidate]) -> Candidate:
 def _order(c: Candidate) -> tuple[float, ...]:
     route = c.route
     # On a ring of one "kv" can start before all of dO has arrived.
-    second = (c.direction == Pass.QUERY) == (route.positions == 1)
+    second = (c.direction == Pass.QUERY) == (route.ring_size == 1)
     sent = c.inter_bytes, c.intra_bytes
     return (c.family, c.ring == "flat", *sent, route.heads, route.outer, second, route.mirrored)
 
@@ -93,35 +93,35 @@ class Decision(NamedTuple):
 
     route: Route
     direction: Pass
-    latent_travels: bool
+    latent_rotates: bool
 
 
-def decide(config: BurstConfig, question: Question, travels: str = "off") -> Decision:
+def decide(config: BurstConfig, question: Question, rotates: str = "off") -> Decision:
     """Return how a call runs: the only entry from a call, decided and logged once for each kind of question.
 
     Args:
-        travels: `Latent.travels`; without a latent it does not matter.
+        rotates: `Latent.rotates`; without a latent it does not matter.
     """
-    travels = travels if question.shard.latent is not None else "off"
-    return _of_kind(question.typical, settings_of(config, question), travels)
+    rotates = rotates if question.shard.latent is not None else "off"
+    return _of_kind(question.typical, settings_of(config, question), rotates)
 
 
 @lru_cache(maxsize=256)
-def _of_kind(question: Question, settings: Settings, travels: str) -> Decision:
+def _of_kind(question: Question, settings: Settings, rotates: str) -> Decision:
     route, *others = routes(question, settings)
     direction, *sides = settings.directions
-    if question.ranks.size == 1 or not (others or sides or route.has_mirror or travels == "auto"):
-        return Decision(route, direction, travels == "on")
-    asked = [question.with_latent(each) for each in (False, True) if travels in ("auto", ("off", "on")[each])]
+    if question.ranks.size == 1 or not (others or sides or route.has_mirror or rotates == "auto"):
+        return Decision(route, direction, rotates == "on")
+    asked = [question.with_latent(each) for each in (False, True) if rotates in ("auto", ("off", "on")[each])]
     chosen = [best(candidates(each, settings)) for each in asked]
     latent = chosen[-1]  # may not be slower than K and V; if both are as fast, `best` decides
-    gains = travels == "auto" and latent.seconds <= chosen[0].seconds and best(chosen) is latent
+    gains = rotates == "auto" and latent.seconds <= chosen[0].seconds and best(chosen) is latent
     way = latent if gains else chosen[0]
     kernel = way.compute_seconds
     logger.info(
         "%s, backward %s: counted %.3g s, kernel %.3g s", way.route, way.direction, way.seconds, kernel
     )
-    return Decision(way.route, way.direction, gains or travels == "on")
+    return Decision(way.route, way.direction, gains or rotates == "on")
 
 
 def candidates(question: Question, settings: Settings) -> list[Candidate]:
@@ -156,18 +156,18 @@ def candidates(question: Question, settings: Settings) -> list[Candidate]:
 
 
 class _Counts:
-    """What positions compute and read, of each other.
+    """What ring ranks compute and read, of each other.
 
     Attributes:
-        pairs: of queries and keys, [positions, members, positions, members].
+        pairs: of queries and keys, [ring ranks, members, ring ranks, members].
         read: rows that readers read of owners, [owners, readers]; of keys, then of queries.
     """
 
     def __init__(self, question: Question, pairs: Tensor, longer: float, placement: Placement) -> None:
         self.question, self.placement, self.longer = question, placement, longer
         self.plan = plan_of(question.layout, question.mask, question.n, placement)
-        position, member = torch.arange(placement.positions)[:, None], torch.arange(placement.heads)
-        ranks = placement.rank(position, member)
+        ring_rank, member = torch.arange(placement.ring_size)[:, None], torch.arange(placement.heads)
+        ranks = placement.rank(ring_rank, member)
         self.pairs = pairs[ranks[:, :, None, None], ranks]
         self.read = [self._rows(self.plan.reading(of_queries=each)) for each in (False, True)]
 
@@ -188,29 +188,29 @@ class _Counted:
         self.size = message_bytes(shard, route, pass_)
         self.sent = torch.zeros(2, dtype=torch.float64)
         """Within nodes, and between them."""
-        self.here = torch.arange(route.positions)
+        self.here = torch.arange(route.ring_size)
         self.rank = self.placement.rank(self.here, 0)
         self.node = self.rank // self.intra
         self.read = counts.read[of_queries].clone().fill_diagonal_(0) / counts.plan.rows
-        """Shares of bundles that travel, [owners, readers]."""
+        """Shares of blocks that rotate, [owners, readers]."""
         pairs = (counts.pairs.permute(2, 3, 0, 1) if of_queries else counts.pairs).sum(3)
         self.work = kernel_seconds(pooled, pass_, self.rates, pairs.sum(1))
-        """Seconds of the kernel, [positions, sources]."""
+        """Seconds of the kernel, [ring ranks, sources]."""
         self.by_member = kernel_seconds(pooled, pass_, self.rates, pairs).sum(1)
         """The same where the rows that stay are computed member by member."""
         self.busiest = float(self.work.sum(1).max())
         device = float((self._direct() if route.direct else self._ring()).max())
-        device += self._exchange(Kind.BUNDLE) + self._exchange(Kind.SUM)
+        device += self._exchange(Kind.ROTATING_IN) + self._exchange(Kind.ROTATING_OUT)
         if route.overlap:  # messages lengthen the kernels that run beside them
             links = torch.tensor([self.rates.link(inter=False), self.rates.link(inter=True)])
             device += self.rates.slowdown * float((self.sent / links).sum())
-        if not shard.latent_travels or of_queries:
+        if not shard.latent_rotates or of_queries:
             device += shard.tokens * expansion_seconds(shard, pass_, self.rates)
         calls = int((self.work > 0).sum(1).max()) + 2 * (route.heads > 1)
         self.seconds = max(device, calls * self.rates.call)  # the host runs ahead
 
     def _hop(self, source: Tensor, size: Tensor, members: int = 0) -> Tensor:
-        """Return the seconds of messages from these positions, by their bytes; -inf where there are none."""
+        """Return the seconds of messages from these ring ranks, by their bytes; -inf where there are none."""
         inter = self.node[source] != self.node
         self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
         within = torch.full(inter.shape, 1 / self.rates.link(inter=False), dtype=torch.float64)
@@ -237,11 +237,11 @@ class _Counted:
         return float(size * (max(within, between) + copied) + self.rates.latency)
 
     def _steps(self, source: Tensor) -> Tensor:
-        """Return seconds of the kernel, [steps, positions], and of rows that come and go in its steps."""
+        """Return seconds of the kernel, [steps, ring ranks], and of rows that come and go in its steps."""
         work, heads = self.work[self.here, source], self.route.heads
         if heads == 1:
             return work
-        rows, result = self._exchange(Kind.ROWS), self._exchange(Kind.RESULT)
+        rows, result = self._exchange(Kind.STAYING_IN), self._exchange(Kind.STAYING_OUT)
         last = ((work > 0) * torch.arange(len(work))[:, None]).amax(0, keepdim=True)
         if self.route.overlap:  # rows come in the first step member by member, results leave in the last
             by_member = self.by_member[self.here, source]
@@ -275,7 +275,7 @@ class _Counted:
         return steps.sum(0) + meanwhile[-1]
 
     def _ring(self) -> Tensor:
-        """Return when positions end whose bundles go round nodes, and round the places of a node."""
+        """Return when ring ranks end whose blocks go round nodes, and round the places of a node."""
         nodes, intra, gradients = self.route.nodes, self.route.intra, self.moves.gradients
         i, j = torch.arange(nodes)[:, None, None], torch.arange(intra)[:, None]
         node, place, turn = self.here // intra, self.here % intra, self.route.turn
@@ -284,7 +284,7 @@ class _Counted:
         previous, before = owner[0, 1 % intra], owner[1 % nodes, 0]
         rounds = visits(nodes, intra, gradients=gradients)
         steps = torch.tensor([each * intra + at for each, places in rounds for at in places])
-        read = self.read[self.here, reader]  # of each owner's bundle, by round and place
+        read = self.read[self.here, reader]  # of each owner's block, by round and place
         by_round = read.amax(1)
         ahead = read.flip(1).cummax(1).values.flip(1)[i, j, owner] * self.size[Kind.DATA]
         ahead_of_round = by_round.flip(0).cummax(0).values.flip(0)[i[:, 0], owner[:, 0]]
@@ -297,7 +297,7 @@ class _Counted:
             by_round[0] *= nodes == 1
             in_rounds = by_round.cummax(0).values[i[:, 0], owner[:, 0]] * self.size[Kind.GRADIENT]
             across[2:] = in_rounds[1:]
-            if nodes > 1 and intra > 1:  # the bundles of the own node come last
+            if nodes > 1 and intra > 1:  # the blocks of the own node come last
                 within[0, 0], within[-1, -1] = 0, ahead[0, 1]
         hops = self._hop(previous, within.flatten(0, 1)[steps])
         between = self._hop(before, across[: len(rounds)])
@@ -316,6 +316,6 @@ class _Counted:
 
 
 def _met(clock: Tensor, begun: Tensor, source: Tensor, seconds: Tensor) -> Tensor:
-    """Return when positions that come at `clock` have received, and sent likewise, what began at `begun`."""
+    """Return when ring ranks that come at `clock` have received, and sent likewise, what began at `begun`."""
     arrived = torch.maximum(begun, begun[source]) + seconds
     return torch.maximum(clock, torch.maximum(arrived, arrived[source.argsort()]))

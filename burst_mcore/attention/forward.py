@@ -1,6 +1,6 @@
-"""Forward: K and V travel; each tile's partial output is merged into the running softmax (paper algorithm 4).
+"""Forward: K and V rotate; each tile's partial output is merged into the running softmax (paper algorithm 4).
 
-Letters: B batch, S rows of this rank, P rows of its position on the ring, H query heads, D head dim. P is S,
+Letters: B batch, S rows of this rank, P rows of its ring rank, H query heads, D head dim. P is S,
 or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
 """
 
@@ -17,7 +17,7 @@ from burst_mcore.attention.geometry.rows import Rows, gather, relative_to
 from burst_mcore.attention.geometry.tiles import Tile
 from burst_mcore.attention.numerics.merge import Block, OnlineSoftmax
 from burst_mcore.attention.runtime.buffers import Lease, room_like
-from burst_mcore.attention.runtime.executor import Bundle, Exchange, Ring, Transport
+from burst_mcore.attention.runtime.executor import Buffer, Exchange, Executor, Transport
 from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_like
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 from burst_mcore.dtypes import wide
@@ -48,8 +48,8 @@ class _Forward:
             q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in self.own)
             keys = keys._replace(k=k, v=v)
             self.inward = {
-                Kind.BUNDLE: Inward(group, self.own[1:], (k, v), lease),
-                Kind.ROWS: Inward(group, self.own[:1], (q,), lease),
+                Kind.ROTATING_IN: Inward(group, self.own[1:], (k, v), lease),
+                Kind.STAYING_IN: Inward(group, self.own[:1], (q,), lease),
             }
             if sinks is not None:
                 sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
@@ -64,18 +64,18 @@ class _Forward:
         outward = self.outward() if self.inward else {}
         exchanges = {**self.inward, **outward}
         home = sendable(self.call, self.keys.tensors)
-        ring = Ring(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
+        executor = Executor(transport, self.call.rank, home, self.new, self.lease.free, exchanges)
         self.call.prepare(Pass.FORWARD, self.q.device)
-        ring.run(self.call.bound(Pass.FORWARD), self.compute)
+        executor.run(self.call.bound(Pass.FORWARD), self.compute)
         if not outward:
             out, lse = self.softmax.result()
             return Attended(out, lse, self.q, self.keys.k, self.keys.v, lse, self.max_logit)
-        out, *at_home = outward[Kind.RESULT].own
+        out, *at_home = outward[Kind.STAYING_OUT].own
         lse_at_home = at_home[0] if at_home else None
         ring_lse, max_logit = self.softmax.lse(), self.of_all_heads()
         return Attended(out, lse_at_home, self.q, self.keys.k, self.keys.v, ring_lse, max_logit)
 
-    def compute(self, action: Compute, received: Bundle, rows: Rows | None, is_last: bool) -> None:
+    def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
         """Attend queries, or a member's, to one KV block, tile by tile."""
         tiles = self.call.tiles_of(Pass.FORWARD, action)
         if tiles:
@@ -116,8 +116,8 @@ class _Forward:
         none = torch.full_like(own, -torch.inf)
         return torch.cat([own if each == member else none for each in range(members)])
 
-    def new(self, kind: Kind, rows: Rows | None) -> Bundle:
-        """Return a buffer for these rows of a travelling bundle."""
+    def new(self, kind: Kind, rows: Rows | None) -> Buffer:
+        """Return a buffer for these rows of a rotating block."""
         assert kind == Kind.DATA
         return room_like(self.lease, self.keys.tensors, rows)
 
@@ -127,9 +127,9 @@ class _Forward:
         out = q.new_empty((*q.shape[:3], self.call.problem.value_dim))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
         own = (out, lse) if self.call.lse_at_home else (out,)
-        return {Kind.RESULT: Outward(self.call.head_group, self.put_results, own, self.lease)}
+        return {Kind.STAYING_OUT: Outward(self.call.head_group, self.put_results, own, self.lease)}
 
-    def put_results(self, rows: range, into: Bundle) -> None:
+    def put_results(self, rows: range, into: Buffer) -> None:
         """Write out, and lse where there is room for it, of some rows."""
         out, *lse = into
         self.softmax.put(rows, (out, lse[0] if lse else self.softmax.room_for_lse(rows)))

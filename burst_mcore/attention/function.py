@@ -189,7 +189,7 @@ def _ring_forward(
     """Run a forward, or that of the queries before the cut of a tail."""
     q, k, v, sinks, up = tensors
     expansion = None if up is None else _expansion(call, up)
-    if expansion and not call.latent_travels:
+    if expansion and not call.latent_rotates:
         k, v = expansion.expand(k, v)
     q, k, v = [_with_rows(x, call.rows) for x in (q, k, v)]
     inputs = Inputs(q, _keys(call, k, v, expansion), sinks)
@@ -200,7 +200,7 @@ def _ring_forward(
 
 def _keys(call: Call, k: Tensor, v: Tensor, expansion: Expansion | None) -> Keys:
     """Return the key side: K and V, or the latent and the rope key that rotate for them."""
-    if expansion is None or not call.latent_travels:
+    if expansion is None or not call.latent_rotates:
         return Keys(k, v)
     return Keys(k, v, partial(LatentBlocks, expansion))
 
@@ -272,7 +272,7 @@ def _ring_backward(
     q, k, v, lse = saved[:4]
     expansion = None if up is None else _expansion(call, up)
     if call.route.heads == 1:
-        if expansion and not call.latent_travels:
+        if expansion and not call.latent_rotates:
             k, v = expansion.expand(k, v)
         q, k, v, lse = (_with_rows(x, call.rows) for x in (q, k, v, lse))
     dout, out, delta = (_with_rows(x, call.rows) for x in (dout, saved.out, delta))
@@ -281,7 +281,7 @@ def _ring_backward(
     dq, dk, dv = (gather(x, (range(tokens),)).contiguous() for x in gradients)
     if expansion is None:
         return dq, dk, dv, None
-    if not call.latent_travels:
+    if not call.latent_rotates:
         assert latent is not None
         dk, dv = (x.to(dk.dtype) for x in expansion.gradients(latent, dk, dv))
     return dq, dk, dv, expansion.weight_gradient()
@@ -294,8 +294,8 @@ def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _expansion(call: Call, up: Tensor) -> Expansion:
-    """Return the up-projection that this rank applies: of all heads, or its own if the latent travels."""
-    member, members = (call.member, call.route.heads) if call.latent_travels else (0, 1)
+    """Return the up-projection that this rank applies: of all heads, or its own if the latent rotates."""
+    member, members = (call.member, call.route.heads) if call.latent_rotates else (0, 1)
     heads = share_of_heads(up.shape[0], member, members)
     return Expansion(up, heads, call.problem.value_dim)
 

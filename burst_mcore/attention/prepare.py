@@ -33,7 +33,7 @@ from burst_mcore.attention.geometry.tiles import launches_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.request import Request
-from burst_mcore.attention.runtime.executor import ProcessGroups
+from burst_mcore.attention.runtime.executor import GroupTransport
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.config import BurstConfig
@@ -73,8 +73,8 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
     mask = request.mask.clipped(n)
     shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)
     question = Question(shard, request.layout, mask, n, request.ranks, request.rates)
-    route, direction, latent_travels = decide(request.config, question, request.travels)
-    shard = replace(shard, latent_travels=latent_travels)
+    route, direction, latent_rotates = decide(request.config, question, request.rotates)
+    shard = replace(shard, latent_rotates=latent_rotates)
     problem = problem_of(
         shard.pooled(route.heads),
         device=request.device,
@@ -93,7 +93,7 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
         direction=direction,
         grad_dtype=shard.grad_dtype,
         kv_heads=shard.carried[0],
-        latent_travels=shard.latent_travels,
+        latent_rotates=shard.latent_rotates,
         lse_at_home=request.return_lse or request.sinks,
     )
 
@@ -124,7 +124,7 @@ def connect(topology: Topology, config: BurstConfig) -> None:
     ways = product(searched_rings(config.ring, ranks), placements(config.head_placement, degree, ranks))
     for ring, outer in ways:
         route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
-        transport = ProcessGroups(topology, route, config.max_ctas)
+        transport = GroupTransport(topology, route, config.max_ctas)
         for pass_ in Pass:
             transport.connect(pass_)
 

@@ -252,14 +252,14 @@ def tail_of(request: Request, call: Call, recompute: Recompute, attended: Attend
 
 def _own_tail(call: Call, cut: int, tokens: int) -> Rows:
     """Return this rank's own rows after the cut."""
-    runs = call.plan.runs(call.position, call.member)
+    runs = call.plan.runs(call.ring_rank, call.member)
     head = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
     return (range(min(tokens, head), tokens),)
 
 
 def _tail_on_ring(call: Call, cut: int, own: Rows) -> Rows:
     """Return the rows after the cut on the ring: of this rank, or of its head group, with padding."""
-    rows = call.plan.rows_from(call.position, cut) if call.route.heads > 1 else own
+    rows = call.plan.rows_from(call.ring_rank, cut) if call.route.heads > 1 else own
     return rows or (range(0),)
 
 

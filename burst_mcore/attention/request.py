@@ -42,8 +42,8 @@ class Options(NamedTuple):
     softcap: float | None = None
     return_lse: bool = False
     return_max_logit: bool = False
-    travels: str = "off"
-    """`Latent.travels`."""
+    rotates: str = "off"
+    """`Latent.rotates`."""
 
 
 class Tensors(NamedTuple):
@@ -83,8 +83,8 @@ class Request:
     scores: Scores
     return_lse: bool
     sinks: bool
-    travels: str = "off"
-    """Whether the latent travels, if K and V are made of one: `Latent.travels`."""
+    rotates: str = "off"
+    """Whether the latent rotates, if K and V are made of one: `Latent.rotates`."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -104,7 +104,7 @@ class Request:
         return {
             "q": f"[{shard.batch}, ., {shard.heads}, {shard.head_dim}]",
             "k": f"[{shard.batch}, ., {shard.kv_heads}, {shard.head_dim}]",
-            "latent": f"{shard.latent}, travels: {self.travels}",
+            "latent": f"{shard.latent}, rotates: {self.rotates}",
             "v": f"[{shard.batch}, ., {shard.kv_heads}, {shard.value_dim}]",
             "dtype": str(shard.dtype),
             "device": self.device,
@@ -153,8 +153,8 @@ def _kind_of(x: object) -> tuple[object, ...]:
 def _checked(tensors: Tensors, options: Options) -> Request:
     """Return the request of arguments that no check refuses."""
     q, k, v, sinks, up = tensors
-    topology, mask, config, scale, softcap, _, _, travels = options
-    check_settings(mask, config, scale, softcap, travels)
+    topology, mask, config, scale, softcap, _, _, rotates = options
+    check_settings(mask, config, scale, softcap, rotates)
     may_be_empty = topology.size > 1
     if up is None:
         check_tensors(q, k, v, may_be_empty=may_be_empty)
@@ -184,7 +184,7 @@ def shard_of(
 
 def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> Request:
     """Return the request of legal tensors of these shapes; see `validate`."""
-    topology, mask, config, scale, softcap, return_lse, return_max_logit, travels = options
+    topology, mask, config, scale, softcap, return_lse, return_max_logit, rotates = options
     ranks = Ranks(topology.size, topology.intra_size)
     Layout.of(config.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
     degrees_of(config, ranks, shard)
@@ -201,5 +201,5 @@ def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> R
         scores=Scores(scale, softcap, config.deterministic, return_max_logit),
         return_lse=return_lse,
         sinks=sinks,
-        travels=travels,
+        rotates=rotates,
     )

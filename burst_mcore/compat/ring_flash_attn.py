@@ -41,7 +41,7 @@ def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: i
 
     Args:
         process_group: the ranks that share a sequence.
-        heads_k_stride: not used: keys and values travel by hops, with all their heads.
+        heads_k_stride: not used: keys and values rotate by hops, with all their heads.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

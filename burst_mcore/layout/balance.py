@@ -1,7 +1,7 @@
 """The work of each token and rank under a mask, and layouts that even it out. Pure functions.
 
-Work is counted in query-key pairs: on the side of the queries (forward, and backward where K, V travel) and
-on that of the keys (backward where queries travel).
+Work is counted in query-key pairs: on the side of the queries (forward, and backward where K, V rotate) and
+on that of the keys (backward where queries rotate).
 """
 
 from __future__ import annotations

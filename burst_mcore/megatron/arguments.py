@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--burst-mla-latent",
         choices=("off", "on", "auto"),
-        help="Under multi-latent attention the latent travels between ranks, and not K and V; auto: where "
+        help="Under multi-latent attention the latent rotates between ranks, and not K and V; auto: where "
         "the cost model predicts a gain. Default: off.",
     )
     group.add_argument(
@@ -113,7 +113,7 @@ def setting(arguments: argparse.Namespace, name: str) -> Any:
 
 
 def mla_latent(arguments: argparse.Namespace) -> str:
-    """Return whether the latent of MLA layers travels: "on", "off", or "auto"."""
+    """Return whether the latent of MLA layers rotates: "on", "off", or "auto"."""
     return getattr(arguments, "burst_mla_latent", None) or "off"
 
 

@@ -300,7 +300,7 @@ def _with_transformer_engine_to_pack(original: Callable[..., bool]) -> Callable[
 
 
 @around
-def _whatever_travels(original: Callable[[Any], None], self: Any) -> None:
+def _whatever_rotates(original: Callable[[Any], None], self: Any) -> None:
     """`TransformerConfig.__post_init__`, whose check of --cp-comm-type `_that_gathers` makes in its place."""
     given, variant = self.cp_comm_type, getattr(self, "experimental_attention_variant", None)
     if given and self.transformer_impl == "local" and variant is None:
@@ -371,7 +371,7 @@ _CORE = (
     # Splits of the all-to-all dispatcher of experts must be no tensors.
     _Patch("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _moved_already),
     # Branch dev's local attention gathers keys. Its config takes no other --cp-comm-type for any attention.
-    _Patch(f"{_CONFIG}:TransformerConfig", "__post_init__", _whatever_travels),
+    _Patch(f"{_CONFIG}:TransformerConfig", "__post_init__", _whatever_rotates),
     _Patch("megatron.core.transformer.dot_product_attention:DotProductAttention", "__init__", _that_gathers),
     # Resuming a DistributedOptimizer over torch's Adam (no Transformer Engine, no Apex) fails on any device:
     # it asks a fresh Adam for its step; then it loads into views of leaves that require a gradient (float32),

@@ -1,4 +1,4 @@
-"""Recurrences and short convolutions over sharded sequences: states and halos travel, tokens stay.
+"""Recurrences and short convolutions over sharded sequences: states and halos rotate, tokens stay.
 
 A recurrence carries a state S along a sequence, and over some tokens S becomes A S + B. A rank computes A and
 B of its own tokens, an exclusive scan over the ranks gives each the state before its tokens, and the kernel

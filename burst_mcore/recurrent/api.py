@@ -28,7 +28,7 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards, way: str = 
 
     Raises:
         ValueError: the tensors do not hold this rank's tokens; the layout scatters neighbouring tokens, whose
-            states would travel; another rank refused its call.
+            states would rotate; another rank refused its call.
         RuntimeError: a rank has gone, or failed behind the exchange.
     """
     agreement = shards.agreement(shards.scan)

@@ -2,7 +2,7 @@
 
 A mixer of transformers calls functions of its own module by name, and each of them is a kernel by its
 signature: fla's, mamba-ssm's and causal-conv1d's where those are installed, else torch code. `bind` replaces
-the names in the module. A `Mixing` stands for the padding mask of such layers, and travels with it through
+the names in the module. A `Mixing` stands for the padding mask of such layers, and rotates with it through
 whatever checkpoints them. Where a mixer gets another mask the functions are as they were.
 """
 

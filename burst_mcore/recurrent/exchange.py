@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from burst_mcore.agreement import Signature
 from burst_mcore.attention.agree import agreement_of, refusing
-from burst_mcore.attention.runtime.executor import Bundle, Transport
+from burst_mcore.attention.runtime.executor import Buffer, Transport
 from burst_mcore.attention.schedule.actions import Recv, Send, Wait
 from burst_mcore.recurrent.halo import turned
 from burst_mcore.recurrent.maps import Algebra, Map
@@ -72,7 +72,7 @@ class Kept:
         for number, box in self._boxes.items():
             box.tensor = saved[number]
 
-    def ahead(self, saved: Sequence[Tensor], *ends: Any) -> Bundle:
+    def ahead(self, saved: Sequence[Tensor], *ends: Any) -> Buffer:
         """Go back through the runs and keep their graph: ends are outputs, the states before, gradients."""
         through = partial(torch.autograd.grad, *ends, retain_graph=True)
         self.fill(saved)
@@ -97,7 +97,7 @@ class Passed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, of: tuple[Any, ...], decays: Bundle, many: int, *tensors: Tensor) -> Bundle:
+    def forward(ctx: Any, of: tuple[Any, ...], decays: Buffer, many: int, *tensors: Tensor) -> Buffer:
         """Return the first `many` of the tensors.
 
         of: shards, states, `Kept`, fragments that begin, are in the middle, end. tensors: outputs of the
@@ -144,7 +144,7 @@ def scanned(shards: Shards, states: States, maps: dict[Own, Map], *, backward: b
     held = {Span(each.chain, places[each], places[each] + 1): own for each, own in maps.items()}
     signature = states.signature("backward" if backward else "forward")
 
-    def bundle(action: Send | Recv) -> Bundle:
+    def block(action: Send | Recv) -> Buffer:
         span = Span.of(action.buffer)
         if isinstance(action, Recv):
             held[span] = states.room(span)
@@ -152,24 +152,24 @@ def scanned(shards: Shards, states: States, maps: dict[Own, Map], *, backward: b
         return tuple(x.contiguous() for x in ((state,) if span.is_state else (state, decay)) if x is not None)
 
     with shards.exchanging(signature) as transport:
-        for action in _posted(program, transport, bundle):
+        for action in _posted(program, transport, block):
             assert isinstance(action, Compose)
             held[action.span] = states.algebra.composed(held[action.later], held[action.earlier])
     return {each: held[Span(each.chain, 0, place)].state for each, place in places.items() if place}
 
 
 def _posted(
-    program: Program, transport: Transport, bundle: Callable[[Send | Recv], Bundle]
+    program: Program, transport: Transport, block: Callable[[Send | Recv], Buffer]
 ) -> Iterator[Action]:
     """Post the messages of a program and await them; yield its other actions when their turn comes.
 
     Raises:
         RuntimeError: a message failed; it names its step and ranks.
     """
-    hop: list[tuple[Send | Recv, Bundle]] = []
+    hop: list[tuple[Send | Recv, Buffer]] = []
     for action in program:
         if isinstance(action, (Send, Recv)):
-            hop.append((action, bundle(action)))
+            hop.append((action, block(action)))
         elif isinstance(action, Wait):
             try:
                 for work in transport.post(action.channel, hop):
@@ -206,7 +206,7 @@ class Halo:
         dim, came = self.dim, list[tuple[range, Tensor]]()
         program = self.shards.halo(self.reach).programs[self.shards.topology.rank]
 
-        def bundle(action: Send | Recv) -> Bundle:
+        def block(action: Send | Recv) -> Buffer:
             assert action.rows is not None
             if isinstance(action, Send):
                 return (torch.cat([_part(x, dim, each) for each in action.rows], dim).contiguous(),)
@@ -221,7 +221,7 @@ class Halo:
             "gradient wanted": str(self.gradients),
         }
         with self.shards.exchanging(signature) as transport:
-            for action in _posted(turned(program) if backward else program, transport, bundle):
+            for action in _posted(turned(program) if backward else program, transport, block):
                 assert isinstance(action, Copy)
                 came.append((action.into, _part(x, dim, action.rows)))
         out = x.new_zeros(resized(x, dim, rows))

@@ -63,7 +63,7 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
     runs: list[list[int]] = layout.run_table(tokens, size).tolist()
     if any(step > 1 for *_, step in runs):
         raise ValueError(
-            f"layout {layout} deals neighbouring tokens to different ranks: a state or a row would travel "
+            f"layout {layout} deals neighbouring tokens to different ranks: a state or a row would rotate "
             f"for each token of a recurrence or convolution. Choose zigzag, contiguous or "
             f"block-striped:{128 * size}"
         )

@@ -19,7 +19,7 @@ from burst_plan.step.model import ArgumentParser, Model
 from burst_plan.step.way import Way
 
 MEGATRONS_OWN = BurstConfig(ring="flat", backward="kv")
-"""Megatron's own attention over context-parallel ranks, p2p: one ring in which keys and values travel."""
+"""Megatron's own attention over context-parallel ranks, p2p: one ring in which keys and values rotate."""
 
 
 class NotPredictedError(ValueError):

@@ -1,4 +1,4 @@
-"""The query-key pairs that each position of a route computes, and the tiles in which it computes them."""
+"""The query-key pairs that each ring rank of a route computes, and the tiles in which it computes them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ KINDS = ("full", "causal", "window", "packed", "masked")
 
 
 def pairs_at(plan: Plan, pass_: Pass) -> Tensor:
-    """Return the pairs that each position computes in a pass, float64 [positions]."""
+    """Return the pairs that each ring rank computes in a pass, float64 [ring ranks]."""
     placement = plan.placement
     of_ranks = work(plan.layout, plan.mask, plan.n, placement.size)[pass_ == Pass.QUERY].double()
-    position = placement.position(torch.arange(placement.size))
-    return of_ranks.new_zeros(placement.positions).index_add_(0, position, of_ranks)
+    ring_rank = placement.ring_rank(torch.arange(placement.size))
+    return of_ranks.new_zeros(placement.ring_size).index_add_(0, ring_rank, of_ranks)
 
 
 def unevenness(plan: Plan, pass_: Pass) -> float:
-    """Return the pairs of the busiest position in a pass over the mean; 1.0 is even."""
+    """Return the pairs of the busiest ring rank in a pass over the mean; 1.0 is even."""
     pairs = pairs_at(plan, pass_)
     return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
 
@@ -43,11 +43,11 @@ def _kind_of(tile: Tile) -> str:
 
 
 def tiles_summary(plan: Plan, pass_: Pass, kernel: Kernel) -> str:
-    """Say how many tiles all positions compute in a pass, and how many of their pairs are allowed."""
+    """Say how many tiles all ring ranks compute in a pass, and how many of their pairs are allowed."""
     kinds: Counter[str] = Counter()
     allowed = computed = 0
-    for position, source in product(range(plan.size), repeat=2):
-        at = (source, position) if pass_ == Pass.QUERY else (position, source)
+    for ring_rank, source in product(range(plan.size), repeat=2):
+        at = (source, ring_rank) if pass_ == Pass.QUERY else (ring_rank, source)
         for tile in tiles_of(plan, *at, kernel.abilities):
             kinds[_kind_of(tile)] += 1
             allowed += tile.pattern.pairs

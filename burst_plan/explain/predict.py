@@ -86,7 +86,7 @@ def question_of(problem: LayerProblem, ranks: Ranks, rates: Rates, layout: Layou
         value_dim=problem.of_values,
         dtype=DTYPES[problem.dtype],
         latent=problem.latent,
-        latent_travels=problem.latent is not None,
+        latent_rotates=problem.latent is not None,
     )
     return Question(shard, layout, problem.seen, problem.seq, ranks, rates)
 
@@ -259,8 +259,8 @@ def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
 
 
 def summary(drawing: Drawing) -> str:
-    """Say how even the work is, and which rows travel, beside a ring in which every rank reads all rows."""
-    plan, of_queries = drawing.plan, drawing.schedule.queries_travel
+    """Say how even the work is, and which rows rotate, beside a ring in which every rank reads all rows."""
+    plan, of_queries = drawing.plan, drawing.schedule.queries_rotate
     keys, queries = (unevenness(plan, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY))
     read = plan.reading(of_queries=of_queries).elsewhere
     whole = max(1, plan.rows * plan.size * (plan.size - 1))
@@ -268,8 +268,8 @@ def summary(drawing: Drawing) -> str:
     sent = ", ".join(f"{link} {_short(size)} of {_short(dense)}" for link, (size, dense) in sizes if dense)
     return (
         f"layout: {plan.layout}\n"
-        f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys travel {keys:.3f}, "
-        f"where queries travel {queries:.3f})\n"
+        f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys rotate {keys:.3f}, "
+        f"where queries rotate {queries:.3f})\n"
         f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
         f"sent:   {sent or 'nothing'}"
     )

@@ -35,7 +35,7 @@ class LayerProblem:
     value_dim: int | None = None
     """The size of a head of V; None: that of Q and K."""
     latent: tuple[int, int] | None = None
-    """Multi-latent attention: the widths of the latent and of the rope key, which travel for K and V."""
+    """Multi-latent attention: the widths of the latent and of the rope key, which rotate for K and V."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -48,16 +48,16 @@ Wire = tuple[Communicator, int, int, int]
 @dataclass
 class _Rank:
     number: int
-    position: int
+    ring_rank: int
     member: int
     program: Program
     reads: dict[int, Rows | None]
     """The rows of each source that the rank must compute with."""
     readers: frozenset[int]
-    """The positions that read its own bundle."""
+    """The ring ranks that read its own block."""
     members: frozenset[int]
     sources: frozenset[int]
-    """The positions whose bundles its rows must meet."""
+    """The ring ranks whose blocks its rows must meet."""
     executed: int = 0
     holds: dict[str, Token] = field(default_factory=dict)
     sending: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
@@ -67,7 +67,7 @@ class _Rank:
     computed: list[tuple[int, int]] = field(default_factory=list)
     """(source, part)."""
     attended: str = HOME
-    """The buffer of the bundle that was computed last."""
+    """The buffer of the block that was computed last."""
     unpacked: list[tuple[Kind, int]] = field(default_factory=list)
     batch: list[Posted] = field(default_factory=list)
     """Messages of the hop that is being posted."""
@@ -189,28 +189,28 @@ def _deliver(first: Posted, second: Posted, first_rank: _Rank, second_rank: _Ran
 
 
 def verify(schedule: Schedule, intra_size: int | None = None) -> None:
-    """Check that every rank computes each bundle that it must read once, in any order of messages.
+    """Check that every rank computes each block that it must read once, in any order of messages.
 
     Args:
         schedule: the programs of all ranks.
         intra_size: ranks of a node; by default as on the route.
 
     Raises:
-        ValueError: a rank computes a bundle twice, never, without the rows that are read, or loses it before
+        ValueError: a rank computes a block twice, never, without the rows that are read, or loses it before
             its gradient is added. A buffer is touched while in flight. Ranks wait for each other. A message
             is left over, or carries rows that its receiver does not expect. A gradient does not end at home
             complete. A share of the head group is missing, early or there twice.
     """
     route = schedule.route
     members = frozenset(range(route.heads))
-    reads = [_reads(schedule, position) for position in range(route.positions)]
+    reads = [_reads(schedule, ring_rank) for ring_rank in range(route.ring_size)]
     ranks = []
     for number, program in enumerate(schedule.programs):
-        position, member = route.placement.position(number), route.placement.member(number)
-        readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(position, ()) != ())
-        needs = reads[position], readers, members, _sources(schedule, position)
-        rank = _Rank(number, position, member, program, *needs)
-        rank.holds[HOME] = (Kind.DATA, position, None)
+        ring_rank, member = route.placement.ring_rank(number), route.placement.member(number)
+        readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(ring_rank, ()) != ())
+        needs = reads[ring_rank], readers, members, _sources(schedule, ring_rank)
+        rank = _Rank(number, ring_rank, member, program, *needs)
+        rank.holds[HOME] = (Kind.DATA, ring_rank, None)
         ranks.append(rank)
     network = _Network(schedule, intra_size or route.span)
     stuck = walk(ranks, partial(_execute, network), network.tick)
@@ -235,24 +235,24 @@ def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
     )
 
 
-def _reads(schedule: Schedule, position: int) -> dict[int, Rows | None]:
-    """Return the rows of each bundle that a position reads; None: all."""
-    sources, plan = range(schedule.route.positions), schedule.plan
+def _reads(schedule: Schedule, ring_rank: int) -> dict[int, Rows | None]:
+    """Return the rows of each block that a ring rank reads; None: all."""
+    sources, plan = range(schedule.route.ring_size), schedule.plan
     if plan is None:
         return dict.fromkeys(sources)
-    return {s: plan.needed(s, position, of_queries=schedule.queries_travel) for s in sources}
+    return {s: plan.needed(s, ring_rank, of_queries=schedule.queries_rotate) for s in sources}
 
 
-def _sources(schedule: Schedule, position: int) -> frozenset[int]:
-    """Return the positions whose bundles the rows of a position meet.
+def _sources(schedule: Schedule, ring_rank: int) -> frozenset[int]:
+    """Return the ring ranks whose blocks the rows of a ring rank meet.
 
-    The own bundle always counts: it is computed even where nothing meets.
+    The own block always counts: it is computed even where nothing meets.
     """
-    sources, plan = range(schedule.route.positions), schedule.plan
+    sources, plan = range(schedule.route.ring_size), schedule.plan
     if plan is None:
         return frozenset(sources)
-    meets = plan.reading(of_queries=schedule.queries_travel).meets
-    return frozenset(s for s in sources if s == position or bool(meets[s, position]))
+    meets = plan.reading(of_queries=schedule.queries_rotate).meets
+    return frozenset(s for s in sources if s == ring_rank or bool(meets[s, ring_rank]))
 
 
 def _check_end(rank: _Rank) -> None:
@@ -267,7 +267,7 @@ def _check_end(rank: _Rank) -> None:
     for kind in kinds:
         if sorted(member for other, member in rank.unpacked if other == kind) != sorted(rank.members):
             raise rank.fail(f"{kind} of the head group: got {rank.unpacked}")
-    if len(rank.members) > 1 and Kind.RESULT not in kinds:
+    if len(rank.members) > 1 and Kind.STAYING_OUT not in kinds:
         raise rank.fail("its results stay with its head group")
 
 
@@ -275,8 +275,9 @@ def _check_sum(rank: _Rank) -> None:
     """Check that the buffers at home have every reader's share of the gradient, once."""
     tokens = [rank.read(buffer) for buffer in at_home(rank.program)]
     shares = sorted(reader for token in tokens for reader in token[2])
-    if shares != sorted(rank.readers) or any(token[:2] != (Kind.SUM, rank.position) for token in tokens):
-        raise rank.fail(f"gradient of {rank.position} at home is {tokens}, of readers {sorted(rank.readers)}")
+    own = Kind.GRADIENT, rank.ring_rank
+    if shares != sorted(rank.readers) or any(token[:2] != own for token in tokens):
+        raise rank.fail(f"gradient of {own[1]} at home is {tokens}, of readers {sorted(rank.readers)}")
 
 
 def _cover(present: Rows | None, rows: Rows | None) -> bool:
@@ -337,34 +338,34 @@ def _complete(rank: _Rank, channel: Channel) -> bool:
 
 
 def _home_complete(rank: _Rank) -> Token:
-    if rank.has(Kind.BUNDLE) != rank.members:
-        raise rank.fail("its bundle is used before all of the head group gave its share")
+    if rank.has(Kind.ROTATING_IN) != rank.members:
+        raise rank.fail("its block is used before all of the head group gave its share")
     return rank.read(HOME)
 
 
 def _compute(rank: _Rank, action: Compute) -> None:
     token = _home_complete(rank) if action.buffer == HOME else rank.read(action.buffer)
     if token[:2] != (Kind.DATA, action.source) or not _cover(token[2], rank.reads[action.source]):
-        raise rank.fail(f"{action.buffer} does not hold the bundle of {action.source}")
+        raise rank.fail(f"{action.buffer} does not hold the block of {action.source}")
     parts = rank.members if action.part is None else {action.part}
-    if not parts <= rank.has(Kind.ROWS):
+    if not parts <= rank.has(Kind.STAYING_IN):
         raise rank.fail(f"computes rows of members {sorted(parts)} before they came")
     rank.computed += [(action.source, part) for part in sorted(parts)]
     rank.attended = action.buffer
 
 
 def _accumulate(rank: _Rank, action: Accumulate) -> None:
-    token = (Kind.SUM, action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
+    token = (Kind.GRADIENT, action.source, frozenset(), ()) if action.first else rank.read(action.buffer)
     rank.write(action.buffer, None)
     kind, source, shares, rows = token
     last = rank.computed[-len(rank.members) :]
-    if source != action.source or rank.position in shares or {s for s, _ in last} != {source}:
+    if source != action.source or rank.ring_rank in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
     if rank.read(rank.attended)[:2] != (Kind.DATA, source):  # kernels that add to the sum read it only now
         raise rank.fail(f"{rank.attended} is lost before the gradient of {source} is added")
     if not _cover(action.rows, rows) or not _cover(action.rows, rank.reads[source]):
         raise rank.fail(f"{action.buffer} has no room for all rows of the gradient")
-    rank.write(action.into or action.buffer, (kind, source, shares | {rank.position}, action.rows))
+    rank.write(action.into or action.buffer, (kind, source, shares | {rank.ring_rank}, action.rows))
 
 
 def _add(rank: _Rank, action: Add) -> None:
@@ -384,9 +385,9 @@ def _add(rank: _Rank, action: Add) -> None:
 
 def _pack(rank: _Rank, action: Pack) -> None:
     met = {s for s, part in rank.computed if part == action.member}
-    if action.kind == Kind.RESULT and met != rank.sources:
+    if action.kind == Kind.STAYING_OUT and met != rank.sources:
         raise rank.fail(f"results of member {action.member} leave before they are complete")
-    if action.kind == Kind.SUM:
+    if action.kind == Kind.ROTATING_OUT:
         _check_sum(rank)
     rank.write(action.buffer, (action.kind, rank.member, action.member))
 

@@ -27,7 +27,7 @@ class Sizes:
     whole: dict[Kind, int]
     """Bytes of all rows, by kind of message."""
     rows: int
-    """Rows of a position on the ring."""
+    """Rows of a ring rank."""
 
     def of(self, action: Send | Recv) -> int:
         """Return the bytes of one message."""
@@ -83,13 +83,13 @@ def farther(rank: Tensor, peer: Tensor, rates: Rates) -> Tensor:
 
 
 def home_expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds to expand the rank's own rows alone, where K and V travel or stay."""
-    if shard.latent_travels and Pass(pass_) != Pass.QUERY:
+    """Return the seconds to expand the rank's own rows alone, where K and V rotate or stay."""
+    if shard.latent_rotates and Pass(pass_) != Pass.QUERY:
         return 0.0
     return shard.tokens * expansion_seconds(shard, Pass(pass_), rates)
 
 
-PARCELS = (Kind.BUNDLE, Kind.ROWS, Kind.RESULT, Kind.SUM)
+PARCELS = (Kind.ROTATING_IN, Kind.STAYING_IN, Kind.STAYING_OUT, Kind.ROTATING_OUT)
 """Messages of an exchange of heads."""
 
 

@@ -50,7 +50,7 @@ class Costs:
         return (route, replace(route, mirrored=True)) if both else (route,)
 
     def partners(self, direction: Pass) -> int:
-        """Return the pairs of positions that exchange rows, in the pass with most."""
+        """Return the pairs of ring ranks that exchange rows, in the pass with most."""
         readings = (self.plan.reading(of_queries=pass_ == Pass.QUERY) for pass_ in (Pass.FORWARD, direction))
         return max(int(reading.meets.sum()) for reading in readings)
 
@@ -135,6 +135,6 @@ def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
 
 
 def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> KernelWork:
-    """Return the seconds of kernel calls in a pass; pairs: of rows that stay and travel, [ranks, ranks]."""
+    """Return the seconds of kernel calls in a pass; pairs: of rows that stay and rotate, [ranks, ranks]."""
     seconds = partial(kernel_seconds, shard.pooled(route.heads), pass_, rates)
     return KernelWork(pairs, route.placement, seconds)

@@ -1,7 +1,7 @@
-"""The number of rows that each hop carries, for all positions at once: to play passes against the clock.
+"""The number of rows that each hop carries, for all ring ranks at once: to play passes against the clock.
 
-The program of every position is the program of position 0, moved. So a hop is looked up once, for position 0.
-The answer is a column of a table: the rows that each owner's bundle, or its gradient, has there.
+The program of every ring rank is that of ring rank 0, moved. So a hop is looked up once, for ring rank 0. The
+answer is a column of a table: the rows that each owner's block, or its gradient, has there.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class RowCounts:
     Args:
         reading: who reads which rows.
         itinerary: where on a ring rows are read; None for a direct exchange.
-        mirrored: positions are counted from the other end.
+        mirrored: ring ranks are counted from the other end.
     """
 
     def __init__(self, reading: Reading, itinerary: Itinerary | None, *, mirrored: bool) -> None:
         self._reading, self._itinerary, self._mirrored = reading, itinerary, mirrored
 
     def at_distance(self, distance: int) -> Tensor:
-        """Return rows that are read by the position at a distance from their owner, [owners]."""
+        """Return rows that are read by the ring rank at a distance from their owner, [owners]."""
         read = self._reading.read
         reader = (self._reading.owner + (-distance if self._mirrored else distance)) % len(read)
         unread = ~read.gather(0, reader[None])
         return self._turned(self._summed(unread.long(), 2)[0], -1)
 
     def last_steps(self, nodes: int, intra: int, *, gradients: bool) -> Tensor:
-        """Return the step at which each position computes last."""
+        """Return the step at which each ring rank computes last."""
         order = [i * intra + j for i, places in visits(nodes, intra, gradients=gradients) for j in places]
         here = torch.arange(nodes * intra)
         m, l = here // intra, here % intra  # noqa: E741
@@ -75,8 +75,8 @@ class RowCounts:
         assert self._itinerary is not None
         return self._turned(self._summed((~self._itinerary.lent).long()[None], 2)[0], -1)
 
-    def _turned(self, x: Tensor, *positions: int) -> Tensor:
-        return x.flip(*positions) if self._mirrored else x
+    def _turned(self, x: Tensor, *ring_size: int) -> Tensor:
+        return x.flip(*ring_size) if self._mirrored else x
 
     def _summed(self, places: Tensor, size: int) -> Tensor:
         """Return the rows of segments, summed by place and owner; places: [lists of segments]."""
@@ -92,7 +92,7 @@ UNSENT = -torch.inf
 
 
 class Counted(NamedTuple):
-    """The number of rows of one hop, for all positions: a place in a table."""
+    """The number of rows of one hop, for all ring ranks: a place in a table."""
 
     table: Tensor
     """[entries, owners, passes]."""
@@ -101,9 +101,9 @@ class Counted(NamedTuple):
 
 
 class OfAll(Hops[Counted]):
-    """Hops of all positions at once, as numbers of rows (`Counted`); asked for the program of position 0.
+    """Hops of all ring ranks at once, as numbers of rows (`Counted`); asked for the program of ring rank 0.
 
-    An `owner` stands for each position's own counterpart: see `MovedPrograms`.
+    An `owner` stands for each ring rank's own counterpart: see `MovedPrograms`.
     """
 
     def __init__(self, passes: Sequence[RowCounts]) -> None:
@@ -160,23 +160,23 @@ def _or_unsent(rows: Tensor) -> Tensor:
 
 
 class MovedPrograms:
-    """Programs of all positions, from that of position 0: partner p becomes partner `to(p)[q]` of q."""
+    """Programs of all ring ranks, from that of ring rank 0: partner p becomes partner `to(p)[q]` of q."""
 
     def __init__(self, nodes: int, intra: int) -> None:
         self._nodes, self._intra = nodes, intra
         self._twice: dict[int, Tensor] = {}
 
-    def to(self, position: int) -> Tensor:
-        """Return int64 [positions]: a view, since all moves over as many nodes lie in one table."""
-        m, l = divmod(position, self._intra)  # noqa: E741
+    def to(self, ring_rank: int) -> Tensor:
+        """Return int64 [ring ranks]: a view, since all moves over as many nodes lie in one table."""
+        m, l = divmod(ring_rank, self._intra)  # noqa: E741
         size = self._nodes * self._intra
         if self._nodes == 1:
-            m, l = l, 0  # noqa: E741  # one node of many positions moves as many nodes of one do
+            m, l = l, 0  # noqa: E741  # one node of many ring ranks moves as many nodes of one do
             return self._of_local(0, 1, size)[m : m + size]
         return self._of_local(l, self._intra, self._nodes)[m * self._intra :][:size]
 
     def _of_local(self, l: int, intra: int, nodes: int) -> Tensor:  # noqa: E741
-        """Return every position moved by `l` within its node, twice over."""
+        """Return every ring rank moved by `l` within its node, twice over."""
         if l not in self._twice:
             once = torch.arange(nodes)[:, None] * intra + (torch.arange(intra) + l) % intra
             self._twice[l] = once.flatten().repeat(2)
@@ -184,4 +184,4 @@ class MovedPrograms:
 
 
 moved = lru_cache(maxsize=64)(MovedPrograms)
-"""The moves of rings of nodes x intra positions, made once."""
+"""The moves of rings of nodes x intra ring ranks, made once."""

@@ -6,7 +6,7 @@ the ranks. A message without rows is no message. Passes whose programs differ by
 backwards, and a ring and its mirror image, are played together. Messages of a rank to several receivers share
 a link as in `simulate`.
 
-Letters: W passes (ways), G ranks, P positions.
+Letters: W passes (ways), G ranks, P ring ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RoutedPass:
     """A pass over a route, with the bytes and the seconds to play it by."""
 
     route: Route
-    """If `direct`, all positions must read each other (`Reading.meets`)."""
+    """If `direct`, all ring ranks must read each other (`Reading.meets`)."""
     pass_: Pass
     sizes: Sizes
     work: KernelWork
@@ -66,7 +66,7 @@ class RoutedPass:
         """The key of passes that have the same program, but for numbers and for messages that some lack.
 
         Rows that come part by part change the order in which parts are computed, where heads are shared, and
-        gradients change the order of bundles, on several nodes.
+        gradients change the order of blocks, on several nodes.
         """
         route, moves = self.route, PASSES[self.pass_]
         by_part, of_nodes = route.heads > 1 and moves.rows, route.nodes > 1 and moves.gradients
@@ -77,8 +77,8 @@ class KernelWork:
     """Seconds of the kernel, by rank and source.
 
     Args:
-        pairs: query-key pairs, [ranks, ranks], of rows that stay and rows that travel.
-        placement: the ranks of each position.
+        pairs: query-key pairs, [ranks, ranks], of rows that stay and rows that rotate.
+        placement: the ranks of each ring rank.
         seconds: the seconds of kernel calls, by their pairs.
     """
 
@@ -87,37 +87,37 @@ class KernelWork:
 
     @cached_property
     def _by_member(self) -> Tensor:
-        """Pairs, [position, member, source]."""
-        positions, heads = self._placement.positions, self._placement.heads
+        """Pairs, [ring rank, member, source]."""
+        ring_size, heads = self._placement.ring_size, self._placement.heads
         if self._placement.outer:
-            pairs = self._pairs.reshape(heads, positions, heads, positions).sum(2)
+            pairs = self._pairs.reshape(heads, ring_size, heads, ring_size).sum(2)
             return pairs.transpose(0, 1)
-        return self._pairs.reshape(positions, heads, positions, heads).sum(3)
+        return self._pairs.reshape(ring_size, heads, ring_size, heads).sum(3)
 
     @cached_property
     def parts(self) -> Tensor:
-        """Seconds of a member's rows, [position, member, source]: parts of one step."""
+        """Seconds of a member's rows, [ring rank, member, source]: parts of one step."""
         return self._seconds(self._by_member)
 
     @cached_property
     def whole(self) -> Tensor:
-        """Seconds of all rows, [position, source]; contiguous."""
+        """Seconds of all rows, [ring rank, source]; contiguous."""
         pairs = self._by_member.sum(1) if self._placement.heads > 1 else self._pairs
         return self._seconds(pairs).contiguous()
 
     @cached_property
     def _by_place(self) -> dict[tuple[int, int], float]:
-        """Seconds by position and source, where there are any: entries of tensors are ten times as slow."""
-        position, source = self.whole.nonzero(as_tuple=True)
-        seconds = self.whole[position, source].double().tolist()
-        return dict(zip(zip(position.tolist(), source.tolist(), strict=True), seconds, strict=True))
+        """Seconds by ring rank and source, where there are any: entries of tensors are ten times as slow."""
+        ring_rank, source = self.whole.nonzero(as_tuple=True)
+        seconds = self.whole[ring_rank, source].double().tolist()
+        return dict(zip(zip(ring_rank.tolist(), source.tolist(), strict=True), seconds, strict=True))
 
     def of_action(self, rank: int, action: Compute) -> float:
         """Return the seconds of one rank's compute, in its own program."""
-        position = self._placement.position(rank)
+        ring_rank = self._placement.ring_rank(rank)
         if action.part is None:
-            return self._by_place.get((position, action.source), 0.0)
-        return float(self.parts[position, action.part, action.source])
+            return self._by_place.get((ring_rank, action.source), 0.0)
+        return float(self.parts[ring_rank, action.part, action.source])
 
     @cached_property
     def calls(self) -> int:
@@ -133,15 +133,15 @@ class KernelWork:
 def _has_messages(pass_: Pass, kind: Kind) -> bool:
     """Return whether a pass has messages of a kind."""
     moves = PASSES[pass_]
-    if kind in (Kind.GRADIENT, Kind.TOTAL, Kind.SUM):
+    if kind in (Kind.GRADIENT, Kind.TOTAL, Kind.ROTATING_OUT):
         return moves.gradients
-    return {Kind.BUNDLE: moves.bundle, Kind.ROWS: moves.rows}.get(kind, True)
+    return {Kind.ROTATING_IN: moves.block, Kind.STAYING_IN: moves.rows}.get(kind, True)
 
 
 def play_all(
     plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates, limit: float = torch.inf
 ) -> list[PlayedPass]:
-    """Play passes over positions of `plan`, on nodes of `intra_size` ranks, to their ends or to `limit`."""
+    """Play passes over ring ranks of `plan`, on nodes of `intra_size` ranks, to their ends or to `limit`."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, routed in enumerate(passes):
         kinds[routed.kind].append(index)
@@ -184,12 +184,12 @@ class _Lockstep:
     def __init__(self, plan: Plan, passes: Sequence[RoutedPass], intra: int, rates: Rates) -> None:
         self.passes, self.intra, self.rates = passes, intra, rates
         self.route = route = passes[0].route
-        self.heads, self.positions, self.placement = route.heads, route.positions, route.placement
+        self.heads, self.ring_size, self.placement = route.heads, route.ring_size, route.placement
         self.moved = moved(route.nodes, route.intra)
         self.rank = torch.arange(self.route.size)
         self.of_ranks: dict[int, Tensor] = {}
-        self.position, self.member = self.placement.position(self.rank), self.placement.member(self.rank)
-        other_end = self.placement.rank(self.positions - 1 - self.position, self.member)
+        self.ring_rank, self.member = self.placement.ring_rank(self.rank), self.placement.member(self.rank)
+        other_end = self.placement.rank(self.ring_size - 1 - self.ring_rank, self.member)
         self.number = torch.stack([other_end if x.route.mirrored else self.rank for x in passes], 1)
         """The ranks themselves, [G, W]: a mirrored ring is counted from the other end, but nodes are not."""
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
@@ -219,7 +219,7 @@ class _Lockstep:
         every = Moves(
             "all passes",
             gradients=any(each.gradients for each in moves),
-            bundle=any(each.bundle for each in moves),
+            block=any(each.block for each in moves),
             rows=any(each.rows for each in moves),
         )
         route = replace(route, mirrored=False)
@@ -279,8 +279,8 @@ class _Lockstep:
     def peers_of(self, peer: int) -> _Peers:
         """Return the receivers of all ranks where rank 0 sends to `peer`."""
         if peer not in self.peers:
-            position, member = self.position, (self.member + self.placement.member(peer)) % self.heads
-            to = self.placement.rank(self.moved.to(self.placement.position(peer))[position], member)
+            ring_rank, member = self.ring_rank, (self.member + self.placement.member(peer)) % self.heads
+            to = self.placement.rank(self.moved.to(self.placement.ring_rank(peer))[ring_rank], member)
             back = torch.empty_like(to)
             back[to] = self.rank
             inter = self.number[to] // self.intra != self.number // self.intra
@@ -318,27 +318,27 @@ class _Lockstep:
         """Return the seconds of a compute, for every rank and pass."""
         source = self.counterparts(action.source)
         if action.part is None:
-            return self.seconds_by_place.index_select(0, self.position * self.positions + source)
+            return self.seconds_by_place.index_select(0, self.ring_rank * self.ring_size + source)
         member, per_pass = (self.member + action.part) % self.heads, []  # the program is that of member 0
         for routed in self.passes:  # a mirrored ring is counted from the other end
-            x, y = (-1 - self.position, -1 - source) if routed.route.mirrored else (self.position, source)
+            x, y = (-1 - self.ring_rank, -1 - source) if routed.route.mirrored else (self.ring_rank, source)
             per_pass.append(routed.work.parts[x, member, y])
         return torch.stack(per_pass, 1)
 
     @cached_property
     def seconds_by_place(self) -> Tensor:
-        """Seconds by position and source, of every pass: [P * P, W]."""
+        """Seconds by ring rank and source, of every pass: [P * P, W]."""
         columns = [routed.work.whole.view(-1).double() for routed in self.passes]
         mirrored = [routed.route.mirrored for routed in self.passes]
         return torch.stack([x.flip(0) if other else x for x, other in zip(columns, mirrored, strict=True)], 1)
 
-    def counterparts(self, position: int) -> Tensor:
-        """Return the position that each rank has where rank 0 has `position`, [G]."""
+    def counterparts(self, ring_rank: int) -> Tensor:
+        """Return the ring rank that each rank has where rank 0 has `ring_rank`, [G]."""
         if self.heads == 1:
-            return self.moved.to(position)
-        if position not in self.of_ranks:
-            self.of_ranks[position] = self.moved.to(position).index_select(0, self.position)
-        return self.of_ranks[position]
+            return self.moved.to(ring_rank)
+        if ring_rank not in self.of_ranks:
+            self.of_ranks[ring_rank] = self.moved.to(ring_rank).index_select(0, self.ring_rank)
+        return self.of_ranks[ring_rank]
 
     def bytes_of(self, send: Send | Send[Counted]) -> Tensor:
         """Return the bytes of a send, [G, W]; below zero where there is no message."""
@@ -347,7 +347,7 @@ class _Lockstep:
             size = self.scale[kind].expand_as(self.clock)
         else:
             (counted,) = send.rows
-            assert isinstance(counted, Counted)  # a program that is given moves whole bundles
+            assert isinstance(counted, Counted)  # a program that is given moves whole blocks
             rows = counted.table[counted.entry].index_select(0, self.counterparts(counted.owner))
             size = rows * self.a_row[kind]
         return size + self.absent[kind] if kind in self.absent else size

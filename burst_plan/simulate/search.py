@@ -19,7 +19,7 @@ from burst_mcore.config import BurstConfig
 from burst_plan.simulate.costing import Costs
 
 PARTNERS = 2**14
-"""Pairs of positions that exchange rows, at most, for a direct exchange to be considered beside rings. Every
+"""Pairs of ring ranks that exchange rows, at most, for a direct exchange to be considered beside rings. Every
 pair is a connection, and is simulated one by one."""
 NEAR, FAR = 1.25, 1.1
 """On many ranks a way is simulated if the rule counts at most `NEAR` times the seconds of its best way, and

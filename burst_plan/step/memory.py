@@ -45,7 +45,7 @@ def stack(
     """Return bytes of a rank by kind at the worst moment.
 
     Args:
-        direction: the side that travels in attention's backward.
+        direction: the side that rotates in attention's backward.
         nodes: nodes of the ring; two rings are under way at once if there are several.
         heads: ranks that share heads.
     """
@@ -165,14 +165,14 @@ def _inputs(model: Model, way: Way, shard: Shard) -> dict[str, float]:
 
 
 def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
-    """Return bytes of travelling bundles and of sums that stay, in attention's backward.
+    """Return bytes of rotating blocks and of sums that stay, in attention's backward.
 
-    A ring of two ranks has one hop, so one bundle; a longer one receives a bundle while it reads another.
+    A ring of two ranks has one hop, so one block; a longer one receives a block while it reads another.
     """
     if way.cp == 1:
         return 0.0
-    data, gradient = shard.bundle_bytes(of_queries=direction == "query")
-    stays = shard.bundle_bytes(of_queries=direction != "query")[1]
+    data, gradient = shard.block_bytes(of_queries=direction == "query")
+    stays = shard.block_bytes(of_queries=direction != "query")[1]
     hops = min(2, way.cp - 1)
     return float(hops * ((2 if nodes > 1 else 1) * data + gradient) + stays)
 

@@ -23,7 +23,7 @@ from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
-    KEPT,
+    OWN_SHARE,
     TOTAL,
     Accumulate,
     Compute,
@@ -58,13 +58,13 @@ class Message(NamedTuple):
     row: int
     peer: int
     arrives: int
-    bundle: int
+    block: int
     late: bool
     far: bool
 
 
 def _steps(schedule_: Schedule, alt: str, does: Callable[[int, Compute], str]) -> Drawing:
-    """Draw a schedule: ranks across, steps down; what travels has the colour of its owner."""
+    """Draw a schedule: ranks across, steps down; what rotates has the colour of its owner."""
     drawing, route = Drawing(alt), schedule_.route
     boxes = [dict(_boxes(rank, program, does)) for rank, program in enumerate(schedule_.programs)]
     rows = sorted({row for column in boxes for row in column})
@@ -87,34 +87,34 @@ def _steps(schedule_: Schedule, alt: str, does: Callable[[int, Compute], str]) -
         row = max(row for row in boxes[message.rank] if row <= message.row)
         start = middle(message.rank) + (14 if message.late else 0), where[row] + BOX[1]
         end = middle(message.peer) + (14 if message.late else 0), where[max(message.arrives, row + 1)]
-        drawing.arrow(start, end, colour(message.bundle), dashed=message.late, thick=message.far)
+        drawing.arrow(start, end, colour(message.block), dashed=message.late, thick=message.far)
     for rank, column in enumerate(boxes):
-        for row, (bundle, lines) in column.items():
-            drawing.box(middle(rank) - BOX[0] / 2, where[row], *BOX, colour(bundle), lines, rx=4)
+        for row, (block, lines) in column.items():
+            drawing.box(middle(rank) - BOX[0] / 2, where[row], *BOX, colour(block), lines, rx=4)
     return drawing
 
 
 def _boxes(
     rank: int, program: Program, does: Callable[[int, Compute], str]
 ) -> Iterator[tuple[int, tuple[int, list[str]]]]:
-    """Yield (row, (the bundle's owner, lines)) for each step in which a rank computes or adds."""
+    """Yield (row, (the block's owner, lines)) for each step in which a rank computes or adds."""
     last = max(action.step for action in program)
     for step, group in groupby(program, key=lambda action: action.step):
         actions = list(group)
-        lines, bundle = [], rank
+        lines, block = [], rank
         for action in actions:
             if isinstance(action, Compute):
-                bundle = action.source
+                block = action.source
                 lines.append(does(rank, action))
             elif isinstance(action, Accumulate):
-                said = {KEPT: "stays", TOTAL: "sum complete"}.get(
+                said = {OWN_SHARE: "stays", TOTAL: "sum complete"}.get(
                     action.into or action.buffer, "added to sum"
                 )
                 lines.append(f"dQ {action.source}: {said}")
             elif isinstance(action, Return):
                 yield last + 1, (rank, [f"dQ {rank} = kept", "+ sum of the others"])
         if lines:
-            yield step, (bundle, lines)
+            yield step, (block, lines)
 
 
 def _messages(schedule_: Schedule) -> Iterator[Message]:
@@ -134,11 +134,11 @@ def _messages(schedule_: Schedule) -> Iterator[Message]:
                 elif isinstance(action, Recv):
                     received.append((rank, at, action))
         for rank, at, action in received:
-            bundle = sent[action.peer, rank, action.channel]
-            holds[rank, action.buffer] = bundle
+            block = sent[action.peer, rank, action.channel]
+            holds[rank, action.buffer] = block
             arrives = _arrives(schedule_.programs[rank], at)
             late = action.channel.kind in COMES_LATE
-            yield Message(action.peer, step, rank, arrives, bundle, late, action.channel.link == Link.INTER)
+            yield Message(action.peer, step, rank, arrives, block, late, action.channel.link == Link.INTER)
 
 
 def _arrives(program: Program, at: int) -> int:
@@ -155,16 +155,16 @@ def ring() -> Drawing:
     """Forward of a ring."""
     return _steps(
         schedule(Route(1, 4), "forward"),
-        "Forward of a ring of 4 ranks: keys and values travel, queries stay",
+        "Forward of a ring of 4 ranks: keys and values rotate, queries stay",
         lambda rank, compute: f"Q {rank} with K, V {compute.source}",
     )
 
 
 def query() -> Drawing:
-    """Backward in which queries travel."""
+    """Backward in which queries rotate."""
     return _steps(
         schedule(Route(1, 4), "query"),
-        "Backward of a ring of 4 ranks: queries travel, their gradient follows one step behind",
+        "Backward of a ring of 4 ranks: queries rotate, their gradient follows one step behind",
         lambda rank, compute: f"K, V {rank} with Q {compute.source}",
     )
 
@@ -213,7 +213,7 @@ def _computed(route: Route) -> dict[tuple[int, int], list[int]]:
     for rank, program in enumerate(schedule(route, "forward").programs):
         for action in program:
             if isinstance(action, Compute):
-                own = placement.position(rank)
+                own = placement.ring_rank(rank)
                 parts = range(placement.heads) if action.part is None else [action.part]
                 for member in parts:
                     for other in range(placement.heads):
@@ -282,7 +282,7 @@ def _runs(marks: list[bool]) -> Iterator[tuple[int, int]]:
 def rows() -> Drawing:
     """Which share of a rank's keys each other rank reads, under three masks."""
     drawing = Drawing(
-        "Which rows travel: the share of a rank's keys that another rank reads, under three masks"
+        "Which rows rotate: the share of a rank's keys that another rank reads, under three masks"
     )
     size, cell, tokens = 6, 34, 6144
     masks_ = {

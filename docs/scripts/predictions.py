@@ -357,8 +357,8 @@ def _loops() -> Iterator[str]:
     for loop in LOOPS:
         dtype = "float32" if loop.float32 else "16 bits"
         passes = loop.passes
-        travels = f"{passes.travels:g}" + f" + {loop.repeats:g} a query head" * (loop.repeats > 0)
-        yield (f"| {loop.source} | {dtype} | {_hops(loop)} | {passes.out:g} | {passes.stays:g} | {travels} |")
+        rotates = f"{passes.rotates:g}" + f" + {loop.repeats:g} a query head" * (loop.repeats > 0)
+        yield (f"| {loop.source} | {dtype} | {_hops(loop)} | {passes.out:g} | {passes.stays:g} | {rotates} |")
 
 
 def _hops(loop: Loop) -> str:

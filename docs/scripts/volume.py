@@ -33,7 +33,7 @@ class Share:
     statistic: float
     """Of LSE, or of D."""
     gradient: float = 2.0
-    """The size of a travelling gradient over that of the same numbers of Q, K or V."""
+    """The size of a rotating gradient over that of the same numbers of Q, K or V."""
 
     @classmethod
     def of(cls, shard: Shard) -> Self:
@@ -146,13 +146,13 @@ def _of_places(hop: Hop, route: Route, intra: int) -> Links:
         # The last hop takes the place of one of a sum.
         within = route.nodes * (route.intra - 1) * (hop.data + hop.sums) - hop.sums + hop.last
         return {Link.INTRA: within, Link.INTER: hop.between(route.nodes)}
-    crossing, around = _crossing(route, intra), hop.around(route.positions)
+    crossing, around = _crossing(route, intra), hop.around(route.ring_size)
     return {Link.INTRA: (1 - crossing) * around, Link.INTER: crossing * around}
 
 
 def _near(route: Route, intra: int) -> int:
     """Return the members of a head group on one node."""
-    block = route.positions if route.outer else route.heads
+    block = route.ring_size if route.outer else route.heads
     if route.direct or (block % intra and intra % block):
         raise ValueError(f"no formula for {route} on nodes of {intra} ranks: they cut it into unequal parts")
     return max(1, intra // block) if route.outer else min(route.heads, intra)
@@ -161,4 +161,4 @@ def _near(route: Route, intra: int) -> int:
 def _crossing(route: Route, intra: int) -> float:
     """Return the share of the hops of an undivided ring that go to another node."""
     apart = 1 if route.outer else route.heads
-    return 0.0 if route.positions * apart <= intra else min(1.0, apart / intra)
+    return 0.0 if route.ring_size * apart <= intra else min(1.0, apart / intra)

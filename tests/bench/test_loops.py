@@ -1,4 +1,4 @@
-"""Loops of other projects' rings: hops, order of bundles, and the clock of all ranks at once."""
+"""Loops of other projects' rings: hops, order of blocks, and the clock of all ranks at once."""
 
 import math
 from collections import Counter
@@ -53,11 +53,11 @@ def test_gradients_make_the_hops_of_the_sources():
 
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.KV])
-def test_every_rank_attends_to_every_bundle_once_and_first_to_its_own_where_it_starts_there(name, pass_):
+def test_every_rank_attends_to_every_block_once_and_first_to_its_own_where_it_starts_there(name, pass_):
     loop, route = LOOPS[name]
     for rank, program in enumerate(programs_of(loop, route, pass_)):
         sources = [action.source for action in program if isinstance(action, Compute)]
-        assert sorted(sources) == list(range(route.positions))
+        assert sorted(sources) == list(range(route.ring_size))
         at = -1 if loop is TRANSFORMER_ENGINE and pass_ == Pass.KV else 0
         assert sources[at] == rank
 
@@ -68,7 +68,7 @@ def test_every_rank_attends_to_every_bundle_once_and_first_to_its_own_where_it_s
 def test_loops_played_at_once_are_every_rank_played(name, pass_, node):
     loop, route = LOOPS[name]
     shard = Shard(batch=1, tokens=64, heads=4, kv_heads=2, head_dim=32, value_dim=32, dtype=torch.bfloat16)
-    size = route.positions
+    size = route.ring_size
     pairs = (torch.rand(size, size, generator=torch.Generator().manual_seed(7)) * 4000 + 100).double()
     work = KernelWork(pairs, Placement(size), partial(kernel_seconds, shard, pass_, RATES))
     programs = tuple(programs_of(loop, route, pass_))

@@ -49,7 +49,7 @@ def test_it_receives_what_its_program_says(size, direction):
 def test_keys_and_latents_receive_what_their_programs_say(direction, latent):
     shape = Shard(
         batch=1, tokens=32, heads=4, kv_heads=4, head_dim=16, value_dim=12, dtype=torch.float32,
-        latent=latent, latent_travels=latent is not None,
+        latent=latent, latent_rotates=latent is not None,
     )  # fmt: skip
     rank = VirtualRank(shape, 4, mask=Mask.causal(), direction=direction, device="cpu")
     done = rank.forward()
@@ -94,7 +94,7 @@ def test_an_idle_kernel_is_called_as_one_that_works_is(direction):
 @pytest.mark.parametrize("direction", ["query", "kv"])
 def test_around_an_idle_kernel_its_results_are_merged_and_summed(direction):
     rank = _rank(4, direction, dtype=torch.float64, works=False)
-    here, kernel, scores = rank.call.position, rank.call.kernel, rank.call.scores
+    here, kernel, scores = rank.call.ring_rank, rank.call.kernel, rank.call.scores
     out, total = torch.zeros_like(rank.q), torch.zeros(1, 4, 32, dtype=torch.float64)
     for source in range(4):
         for tile in rank.call.tiles(here, source):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from itertools import pairwise
+from types import SimpleNamespace
 
 import limits
 import planned as planning
@@ -16,7 +17,6 @@ from cells import crossed
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import choose
 from burst_mcore.attention import prepare as prepare_module
-from burst_mcore.attention import request as request_module
 from burst_mcore.attention.choose import candidates
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.plan import plan_of
@@ -27,6 +27,9 @@ from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.rollouts import tree_mask, trees
 
 RANKS, TOKENS = 64, 2**20
+GROUPS = SimpleNamespace(backends="none", reach=lambda device: True)
+RING = Topology(rank=3, size=RANKS, intra_size=8, communicators=GROUPS)
+"""A rank on the first of eight nodes, whose process groups are never used: nothing is sent."""
 
 pytestmark = pytest.mark.slow  # times, which other work of the machine adds to
 
@@ -38,13 +41,12 @@ def _packed(documents, seed):
 
 def _planned(mask, layout):
     """All that a call does before it sends, on rank 3 of 8 x 8."""
-    topology = Topology(rank=3, size=RANKS, intra_size=8)
     q = torch.empty(1, TOKENS // RANKS, 32, 128, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(1, TOKENS // RANKS, 8, 128, dtype=torch.bfloat16, device="meta")
     config = BurstConfig(layout=layout)
 
     def plan():
-        request = validate(Tensors(q, kv, kv), Options(topology, mask, config))
+        request = validate(Tensors(q, kv, kv), Options(RING, mask, config))
         call = prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS)
         assert request.signature and call.signature
         return call, [call.program(name) for name in ("forward", call.direction)]
@@ -58,9 +60,8 @@ def _tiles(call):
 
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch):
-    """Nothing is computed: tensors are on no device, and the ring has no process group."""
-    monkeypatch.setattr(request_module, "_reaches", lambda *_: True)
-    monkeypatch.setattr(request_module, "choose", lambda *_: KERNELS["aten-cpu"])
+    """Nothing is computed: tensors are on no device, for which there is no kernel."""
+    monkeypatch.setattr(prepare_module, "choose", lambda *_: KERNELS["aten-cpu"])
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "for_mask"])
@@ -249,16 +250,15 @@ def test_what_is_done_grows_with_the_runs_not_with_their_square(term, kind):
 def _remember(mask):
     q = torch.empty(1, TOKENS // RANKS, 32, 128, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(1, TOKENS // RANKS, 8, 128, dtype=torch.bfloat16, device="meta")
-    topology = Topology(rank=3, size=RANKS, intra_size=8)
-    prepare_module.remember(validate(Tensors(q, kv, kv), Options(topology, mask, BurstConfig())))
+    prepare_module.remember(validate(Tensors(q, kv, kv), Options(RING, mask, BurstConfig())))
 
 
 def test_kinds_of_layers_that_share_a_plan_are_all_remembered(monkeypatch):
     monkeypatch.setattr(prepare_module, "_remembered", OrderedDict())
-    topology, plans = Topology(rank=3, size=RANKS, intra_size=8), []
+    plans = []
     for heads in (32, 16, 32):
         q = torch.empty(1, TOKENS // RANKS, heads, 128, dtype=torch.bfloat16, device="meta")
-        request = validate(Tensors(q, q, q), Options(topology, _packed(50, 4), BurstConfig()))
+        request = validate(Tensors(q, q, q), Options(RING, _packed(50, 4), BurstConfig()))
         plans.append(prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS).plan)
     assert plans[0] is plans[1] is plans[2]
     assert [request.shard.heads for request in prepare_module._remembered.values()] == [32, 16]

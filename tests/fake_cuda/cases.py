@@ -71,7 +71,7 @@ def attention(
 ) -> Counter[str]:
     """Some steps of one attention call on a ring, each with its backward.
 
-    The last is counted: see `counts`. latent: how it travels, if K and V are made of one.
+    The last is counted: see `counts`. latent: how it rotates, if K and V are made of one.
     """
     dtype = dtype or (torch.float32 if kernel == "triton" else torch.bfloat16)
     settings, n = BurstConfig(kernel=kernel, **config), TOKENS * size

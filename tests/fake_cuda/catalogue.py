@@ -88,7 +88,7 @@ def grid_of(route: int) -> list[dict[str, Any]]:
 
 PASSES: dict[str, dict[str, Any]] = {
     "ring": {"backward": "query", "kv_heads": 4},
-    "ring, keys travel": {"backward": "kv"},
+    "ring, keys rotate": {"backward": "kv"},
     "ring, own kernel": {"kernel": "triton", "backward": "kv"},
     "double ring": {**DOUBLE, "backward": "query", "kv_heads": 4},
     "direct": {"ring": "direct", "backward": "kv"},
@@ -115,7 +115,7 @@ LARGE = [
     for ring in ((4, 0), (4, 2), (8, 0), (8, 4), (8, 2), (16, 4), (16, 2))
     for way in ((4, "query"), (1, "kv"))
 ]
-"""Ranks, those of a node (0: all), K/V heads beside 4 heads, and what travels."""
+"""Ranks, those of a node (0: all), K/V heads beside 4 heads, and what rotates."""
 
 
 def backward_of_q(

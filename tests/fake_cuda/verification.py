@@ -27,7 +27,7 @@ OF_CASES = "| cases | number | findings |\n|---|---|---|\n"
 OF_FAULTS = "| planted in | faults | found |\n|---|---|---|\n"
 OF_PASSES = "| route | launches, forward | memory, forward | launches, backward | memory, backward |\n"
 OF_PASSES += "|---|---|---|---|---|\n"
-OF_LARGE = "| ranks | heads | travels | memory | planned |\n|---|---|---|---|---|\n"
+OF_LARGE = "| ranks | heads | rotates | memory | planned |\n|---|---|---|---|---|\n"
 GROUPS = {
     "attention": "one call of attention",
     "recompute": "checkpointed layers",

@@ -89,7 +89,7 @@ def test_tiles_hold_every_allowed_pair_once_and_no_other(
 @settings(max_examples=60, deadline=None)
 @given(draw=randoms, size=st.integers(1, 4), heads=st.sampled_from([1, 1, 2]), stride=st.integers(2, 7))
 @example(draw=random.Random(296), size=3, heads=1, stride=5)  # a key that no query of its rectangle sees
-def test_rows_of_classes_lie_where_all_rows_travel(draw, size, heads, stride):
+def test_rows_of_classes_lie_where_all_rows_rotate(draw, size, heads, stride):
     """A tile's rows have gaps there, but between the first and the last of a range all rows are sent."""
     n = 24 * draw.randint(3, 8)
     ends = Mask.documents([0, *sorted(draw.sample(range(1, n), 3)), n])
@@ -99,11 +99,11 @@ def test_rows_of_classes_lie_where_all_rows_travel(draw, size, heads, stride):
     assert plan.by_class == (size * heads > 1)
     for q_at, k_at in itertools.product(range(size), repeat=2):
         for tile in tiles_of(plan, q_at, k_at, Abilities(masks=True)):
-            for rows, travel in (
+            for rows, rotate in (
                 (tile.q, plan.needed(q_at, k_at, of_queries=True)),
                 (tile.k, plan.needed(k_at, q_at, of_queries=False)),
             ):
-                assert all(any(min(x) in own and max(x) in own for own in travel) for x in rows)
+                assert all(any(min(x) in own and max(x) in own for own in rotate) for x in rows)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(-14, 14), st.integers(-14, 14))

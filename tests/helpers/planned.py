@@ -29,7 +29,7 @@ def packed(n, seed):
 
 
 def _programs(mask, size, layout="zigzag"):
-    """Plan rank 3's forward, and its backward with K and V travelling, on the double ring."""
+    """Plan rank 3's forward, and its backward with K and V rotating, on the double ring."""
     plan = plan_for(Layout(layout), mask, TOKENS * size, size)
     for pass_ in (Pass.FORWARD, Pass.KV):
         program(3, Route(size // NODE, NODE), pass_, plan)

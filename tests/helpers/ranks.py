@@ -161,14 +161,14 @@ class MailboxTransport:
 
     def post(self, channel: Any, messages: Any) -> list[Any]:
         works = []
-        for action, bundle in messages:
+        for action, block in messages:
             if type(action).__name__ == "Send":
                 box = self.mail.box((self.rank, action.peer, channel.link, channel.kind))
-                box.put([tensor.clone() for tensor in bundle])
-                self.sent[action.peer] += sum(tensor.nbytes for tensor in bundle)
+                box.put([tensor.clone() for tensor in block])
+                self.sent[action.peer] += sum(tensor.nbytes for tensor in block)
             else:
                 box = self.mail.box((action.peer, self.rank, channel.link, channel.kind))
-                works.append(_Arrival(box, bundle))
+                works.append(_Arrival(box, block))
         return works
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.runtime.communicators import Communicators
-from burst_mcore.attention.runtime.executor import MessageWork, ProcessGroups
+from burst_mcore.attention.runtime.executor import GroupTransport, MessageWork
 from burst_mcore.attention.schedule.actions import Channel, Send
 
 
@@ -38,19 +38,19 @@ def stage() -> list[bool]:
     Returns:
         A list that grows with each message: whether it was sent, not received.
     """
-    post, directions = ProcessGroups.post, []
+    post, directions = GroupTransport.post, []
 
-    def staged(self: ProcessGroups, channel: Channel, messages: Any) -> list[Arrival]:
+    def staged(self: GroupTransport, channel: Channel, messages: Any) -> list[Arrival]:
         moves, on_host = [], []
-        for action, bundle in messages:
+        for action, block in messages:
             sent = isinstance(action, Send)
-            hosts = tuple(_on_host(x, filled=sent) for x in bundle)
-            moves += [(x, host, sent) for x, host in zip(bundle, hosts, strict=True)]
+            hosts = tuple(_on_host(x, filled=sent) for x in block)
+            moves += [(x, host, sent) for x, host in zip(block, hosts, strict=True)]
             on_host.append((action, hosts))
         directions.extend(sent for _, _, sent in moves)
         return [Arrival(post(self, channel, on_host), moves)]
 
-    ProcessGroups.post = staged
+    GroupTransport.post = staged
     Communicators.reach = lambda self, device: True
     return directions
 

@@ -122,18 +122,18 @@ def _busiest_nic(route, passes, kv_heads=32):
 
 
 @pytest.mark.parametrize(
-    ("row", "route", "travels"),
+    ("row", "route", "rotates"),
     [
         ("RingAttention, one ring over all GPUs", Route(1, 64), "kv"),
-        ("burst, double ring, K and V travel", Route(8, 8), "kv"),
-        ("burst, double ring, queries travel", Route(8, 8), "query"),
+        ("burst, double ring, K and V rotate", Route(8, 8), "kv"),
+        ("burst, double ring, queries rotate", Route(8, 8), "query"),
         ("burst, heads across nodes, a ring in each node", NODES_APART, "query"),
     ],
 )
-def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, route, travels):
+def test_the_bytes_in_the_readme_are_those_of_the_schedules(row, route, rotates):
     text = (ROOT / "README.md").read_text()
     shown = re.search(rf"^\| {re.escape(row)} \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE).groups()
-    computed = _busiest_nic(route, ("forward", travels))
+    computed = _busiest_nic(route, ("forward", rotates))
     assert list(shown) == [f"{gigabytes:.2f}" for gigabytes in computed]
     forward, backward = _busiest_nic(Route(8, 8), ("forward", "kv"), kv_heads=8)
     assert f"take {forward:.2f} and {backward:.2f} GB (double ring)" in re.sub(r"\s+", " ", text)

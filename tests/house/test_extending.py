@@ -249,6 +249,7 @@ def _backward(x, pattern, options):
 
 
 KERNEL = Kernel("plain", _supports, _forward, _backward, takes_delta=True)
+KERNELS = (KERNEL,)
 '''
 
 HOLD_KERNEL = """
@@ -267,27 +268,26 @@ def test_a_kernel(extended):
     edits = {
         "attention/kernels/plain.py": KERNEL,
         "attention/kernels/table.py": [
-            ("import aten, cpu, flash, reference,", "import aten, cpu, flash, plain, reference,"),
-            ("_ALL = cpu.KERNEL,", "_ALL = plain.KERNEL, cpu.KERNEL,"),
+            ("_FILES = {", '_FILES = {\n    "plain": "plain",'),
         ],
     }
     extended("a kernel", edits, HOLD_KERNEL)
 
 
 RING = '''
-"""A ring without overlap: all bundles first, then all tiles, then all gradients, straight home."""
+"""A ring without overlap: all blocks first, then all tiles, then all gradients, straight home."""
 
 from burst_mcore.attention.schedule.actions import (
-    HOME, HOME_SUM, PARTIAL, Accumulate, Add, Channel, Compute, Kind, Link, Recv, Return, Send, Wait
+    HOME, HOME_SUM, PARTIAL, SUM, Accumulate, Add, Channel, Compute, Kind, Link, Recv, Return, Send, Wait
 )
 from burst_mcore.attention.schedule.carried import Hops, nothing
 
 
-def eager(position, size, *, gradients, hops=Hops()):
-    """The program of a position."""
-    bundles = [*_exchange(position, size, hops)]
-    waits = [Wait(0, action.channel) for action in bundles]
-    return (*bundles, *dict.fromkeys(waits), *_compute(position, size, gradients, hops))
+def eager(ring_rank, size, *, gradients, hops=Hops()):
+    """The program of a ring rank."""
+    blocks = [*_exchange(ring_rank, size, hops)]
+    waits = [Wait(0, action.channel) for action in blocks]
+    return (*blocks, *dict.fromkeys(waits), *_compute(ring_rank, size, gradients, hops))
 
 
 def _messages(step, channel, comes, goes):
@@ -298,32 +298,32 @@ def _messages(step, channel, comes, goes):
         yield Send(step, channel, *goes)
 
 
-def _exchange(position, size, hops):
+def _exchange(ring_rank, size, hops):
     for t in range(1, size):
-        before, after = (position - t) % size, (position + t) % size
-        comes = f"{Kind.DATA}{t}", before, hops.between(before, position)
-        goes = HOME, after, hops.between(position, after)
+        before, after = (ring_rank - t) % size, (ring_rank + t) % size
+        comes = f"{Kind.DATA}{t}", before, hops.between(before, ring_rank)
+        goes = HOME, after, hops.between(ring_rank, after)
         yield from _messages(0, Channel(Link.DIRECT, Kind.DATA, t), comes, goes)
 
 
-def _compute(position, size, gradients, hops):
+def _compute(ring_rank, size, gradients, hops):
     for t in range(size):
-        owner, rows = (position - t) % size, hops.between((position - t) % size, position)
+        owner, rows = (ring_rank - t) % size, hops.between((ring_rank - t) % size, ring_rank)
         if t == 0 or not nothing(rows):
             yield Compute(t, owner, f"{Kind.DATA}{t}" if t else HOME)
         if gradients and not nothing(rows):
-            yield Accumulate(t, owner, f"{Kind.SUM}{t}" if t else HOME_SUM, first=True, rows=rows)
+            yield Accumulate(t, owner, f"{SUM}{t}" if t else HOME_SUM, first=True, rows=rows)
     if gradients:
-        yield from _bring_home(position, size, hops)
+        yield from _bring_home(ring_rank, size, hops)
 
 
-def _bring_home(position, size, hops):
-    summed = hops.between(position, position)
+def _bring_home(ring_rank, size, hops):
+    summed = hops.between(ring_rank, ring_rank)
     for t in range(1, size):
-        before, after = (position - t) % size, (position + t) % size
+        before, after = (ring_rank - t) % size, (ring_rank + t) % size
         channel = Channel(Link.DIRECT, Kind.GRADIENT, t)
-        comes = f"{PARTIAL}{t}", after, hops.between(position, after)
-        goes = f"{Kind.SUM}{t}", before, hops.between(before, position)
+        comes = f"{PARTIAL}{t}", after, hops.between(ring_rank, after)
+        goes = f"{SUM}{t}", before, hops.between(before, ring_rank)
         messages = [*_messages(size, channel, comes, goes)]
         yield from messages
         if messages:
@@ -359,7 +359,7 @@ dist.destroy_process_group()
 ROUTE_IMPORT = "from burst_mcore.attention.schedule.direct import direct\n"
 
 ROUTE_WRITER = """    if route.eager:
-        return eager(position, route.positions, gradients=moves.gradients, hops=hops)
+        return eager(ring_rank, route.ring_size, gradients=moves.gradients, hops=hops)
     if route.direct:
         return"""
 

@@ -6,10 +6,10 @@ import torch
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.runtime import buffers
 from burst_mcore.attention.runtime.binding import (
-    AttendStep,
-    Collect,
+    AccumulateStep,
+    AddStep,
+    ComputeStep,
     Drop,
-    Join,
     Pack,
     Post,
     Recv,
@@ -101,13 +101,13 @@ def _held(steps):
                 under_way.setdefault(channel, set()).update(each.action.buffer for each in step.parcels)
             case Wait(channel=channel):
                 assert under_way.pop(channel) <= held
-            case AttendStep():
+            case ComputeStep():
                 read = step.action.buffer
                 assert read in held
-            case Collect():
+            case AccumulateStep():
                 assert read in held
                 held |= {room.name for room in (step.sums, step.total) if room}
-            case Join():
+            case AddStep():
                 assert step.action.other in held
                 held.add(step.sums.name)
             case Pack():
@@ -140,7 +140,7 @@ def test_a_buffer_ends_as_soon_as_nothing_uses_what_it_holds(route, mask, pass_)
     plan = plan_of(Layout("zigzag"), mask, 192, route.placement)
     steps = program(0, route, pass_, plan)
     states = list(_held(bind(steps)))
-    *_, last = (held for step, held in states if isinstance(step, AttendStep))
+    *_, last = (held for step, held in states if isinstance(step, ComputeStep))
     assert sum(kind_of(name) == Kind.DATA for name in last - {HOME}) <= 1
     end = set(states[-1][1])
     assert end - {HOME} <= {*at_home(steps)}

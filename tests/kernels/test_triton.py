@@ -264,10 +264,10 @@ def test_on_a_ring_it_equals_dense_attention(at, direction, deterministic):
     ids=str,
 )
 def test_shares_that_take_a_pass_of_their_own(route, direction, monkeypatch):
-    """In two launches ours adds to what stays and to what travels, where rows lie together; others to none.
+    """In two launches ours adds to what stays and to what rotates, where rows lie together; others to none.
 
     Only the own share meets the sums of others in a pass, once, at home. In one launch for all gradients, the
-    share that travels waits for its sums, so it takes a pass, too.
+    share that rotates waits for its sums, so it takes a pass, too.
     """
     added, launched, add_up, gradients = [], [], merge.add_up, ours._gradients
     monkeypatch.setattr(merge, "add_up", lambda parts, *into: (added.append(parts), add_up(parts, *into)))
@@ -297,7 +297,7 @@ def test_shares_that_take_a_pass_of_their_own(route, direction, monkeypatch):
         quick=lambda direction, deterministic: deterministic == (direction == "query"),
     ),
 )
-def test_it_adds_to_travelling_sums_in_their_dtype(direction, deterministic, monkeypatch):
+def test_it_adds_to_rotating_sums_in_their_dtype(direction, deterministic, monkeypatch):
     """Sums in float64 hold what float32 cannot: each adds up shares that differ in size."""
     sums, accumulate = [], backward_module._Backward.accumulate
 

@@ -107,7 +107,7 @@ def _clipped(cp, recompute, latent):
 
 
 @needs_019
-@pytest.mark.proves("qk-clip", "GPT and MLA, also whose latent travels; with and without recompute; CP 1, 2")
+@pytest.mark.proves("qk-clip", "GPT and MLA, also whose latent rotates; with and without recompute; CP 1, 2")
 def test_largest_logits_for_qk_clip():
     in_megatron(_of_two_microbatches, 2, cp=2)
     (want,) = in_megatron(_clipped, 1, None, None)

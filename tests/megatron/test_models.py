@@ -81,7 +81,7 @@ def test_mla():
     assert_equal(step(Case(cp=2, fields=MLA)), step(Case(cp=1, fields=MLA)))
 
 
-@pytest.mark.proves("MLA", "the latent travels: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads")
+@pytest.mark.proves("MLA", "the latent rotates: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads")
 @pytest.mark.parametrize(
     ("tp", "cp", "backward", "others"),
     [
@@ -94,7 +94,7 @@ def test_mla():
         (2, 2, "query", {"sequence_parallel": True}),
     ],
 )
-def test_the_latent_of_mla_travels(tp, cp, backward, others):
+def test_the_latent_of_mla_rotates(tp, cp, backward, others):
     others = dict(others)
     fields = (*MLA, *((("sequence_parallel", True),) if others.pop("sequence_parallel", False) else ()))
     case = Case(tp=tp, cp=cp, backward=backward, fields=fields, **others)
@@ -171,7 +171,7 @@ KINDS = {
 }
 
 
-@pytest.mark.proves("HybridModel", "experts, MLA whose latent travels, gated delta net, MTP, windows at CP 2")
+@pytest.mark.proves("HybridModel", "experts, MLA whose latent rotates, gated delta net, MTP, windows at CP 2")
 @pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
 @pytest.mark.parametrize("name", KINDS)
 def test_hybrids_of_other_layers(name):

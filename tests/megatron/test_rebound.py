@@ -121,10 +121,10 @@ CASES = {
         Case(fields=MLA, documents=LONG),
         Case(fields=YARN, documents=LONG),
     ],
-    "MLA whose latent travels": [Case(fields=MLA, mla_latent="on")],
+    "MLA whose latent rotates": [Case(fields=MLA, mla_latent="on")],
     "hybrid": [Case(model="hybrid"), Case(model="hybrid", layout="contiguous")],
 }
-NEW = {"MLA", "MLA whose latent travels", "hybrid"}
+NEW = {"MLA", "MLA whose latent rotates", "hybrid"}
 
 
 @pytest.mark.proves(

@@ -143,7 +143,7 @@ def test_time_of_a_forward_is_the_formula(nodes, intra, compute):
     inner = (intra - 1) * max(compute, within) + compute
     double = (nodes - 1) * max(inner, between) + inner
     assert _play(Route(nodes, intra), "forward", compute, data=data, intra=intra) == pytest.approx(double)
-    # Flat: every bundle crosses the slow links, and in the steady state all wait for them.
+    # Flat: every block crosses the slow links, and in the steady state all wait for them.
     flat = (size - 1) * max(compute, between) + compute
     assert _play(Route(1, size), "forward", compute, data=data, intra=intra) == pytest.approx(flat)
     alone = _play(Route(nodes, intra, overlap=False), "forward", compute, data=data, intra=intra)

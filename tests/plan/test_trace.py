@@ -199,7 +199,7 @@ SLOW = Rates(intra=1e9, inter=1e8, compute=1.0, latency=0.0)
 
 
 def test_a_wait_says_who_waits_for_which_message_and_how_long():
-    """Rank 0 of a ring of 2 computes 1 s, and its partner's bundle takes 3 s."""
+    """Rank 0 of a ring of 2 computes 1 s, and its partner's block takes 3 s."""
     sizes = Sizes({"data": 3 * 10**9}, 1)
     timeline = play(schedule(Route(1, 2), "forward"), sizes, lambda rank, action: 1.0, 2, SLOW)
     assert timeline.seconds == pytest.approx(4.0)

@@ -40,7 +40,7 @@ def _routes(ranks, heads, kv_heads):
         for ring in ("flat", "double"):
             for outer in (False, True):
                 route = route_for(degree, ranks, ring=ring, overlap=True, outer=outer)
-                block = route.positions if route.outer else degree
+                block = route.ring_size if route.outer else degree
                 if block % ranks.intra == 0 or ranks.intra % block == 0:
                     yield route
 

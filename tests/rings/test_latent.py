@@ -83,7 +83,7 @@ def through(c: Case, attend) -> Gradients:
     return Gradients(result.out, result.dq, compressed.grad, rope_key.grad, weight.grad)
 
 
-def on_ring(c: Case, mask, rank, size, config, topology, travels, around=lambda f, *args: f(*args)):
+def on_ring(c: Case, mask, rank, size, config, topology, rotates, around=lambda f, *args: f(*args)):
     """The same of a ring, on every rank; around: calls the function of the rank's tensors."""
     q, compressed, rope_key, dout = (
         shard(x, 1, rank=rank, size=size, layout=config.layout)
@@ -92,7 +92,7 @@ def on_ring(c: Case, mask, rank, size, config, topology, travels, around=lambda 
     leaves = [x.detach().clone().requires_grad_() for x in (q, compressed, rope_key, c.weight)]
 
     def attend(q, compressed, rope_key, weight):
-        latent = Latent(compressed, rope_key, weight, travels)
+        latent = Latent(compressed, rope_key, weight, rotates)
         return burst_attention(q, latent=latent, topology=topology, mask=mask, config=config)
 
     out = around(attend, *leaves)
@@ -140,10 +140,10 @@ def _samples(rank, size, intra, seeds):
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
     for seed in seeds:
         draw = random.Random(seed)
-        c, mask, config, travels = _random(draw, Ranks(size, intra), draw.choice(DTYPES))
-        words = f"seed {seed}: {mask} {config} {[list(x.shape) for x in c]} {c.q.dtype} {travels}"
+        c, mask, config, rotates = _random(draw, Ranks(size, intra), draw.choice(DTYPES))
+        words = f"seed {seed}: {mask} {config} {[list(x.shape) for x in c]} {c.q.dtype} {rotates}"
         try:
-            got = on_ring(c, mask, rank, size, config, topology, travels)
+            got = on_ring(c, mask, rank, size, config, topology, rotates)
             if seed % size == rank:
                 bar = through(c, lambda p, mask=mask: single_kernel(p, KERNEL, mask))
                 _as_exact(got, bar, through(c.to(torch.float64), lambda p, mask=mask: dense(p, mask)))
@@ -168,14 +168,14 @@ def _in_float64(rank, size):
     topology = Topology.from_group(dist.group.WORLD, intra_size=2)
     ways = itertools.product(("on", "off", "auto"), ("query", "kv"), (1, 2, 4), ("double", "direct"))
     varied = itertools.cycle(itertools.product((1, 2, 3, 5, 7, 64), (True, False)))
-    for (travels, backward, degree, ring), (n, overlap) in zip(ways, varied, strict=False):
+    for (rotates, backward, degree, ring), (n, overlap) in zip(ways, varied, strict=False):
         c = case(n, n, heads=4, batch=2)
         mask = Mask.causal() if n % 2 else Mask.window(2, 1)
         config = BurstConfig(backward=backward, head_parallel=degree, ring=ring, overlap=overlap)
-        got = on_ring(c, mask, rank, size, config, topology, travels)
+        got = on_ring(c, mask, rank, size, config, topology, rotates)
         want = through(c, lambda p, mask=mask: dense(p, mask))
         errors = [float((g - w).norm() / w.norm().clamp_min(1e-3)) for g, w in zip(got, want, strict=True)]
-        assert max(errors) < 1e-11, (n, travels, config, mask, errors)
+        assert max(errors) < 1e-11, (n, rotates, config, mask, errors)
 
 
 def test_every_way_agrees_in_float64_also_where_ranks_hold_nothing():
@@ -226,12 +226,12 @@ def _counted(rank, size):
     dist.batch_isend_irecv, function.agree_on_call = counting, watched
     topology, n = Topology.from_group(dist.group.WORLD), 256
     c = case(0, n, heads=4, dtype=torch.float32)
-    for travels, backward, degree in itertools.product(("on", "off"), ("query", "kv"), (1, 2, 4)):
+    for rotates, backward, degree in itertools.product(("on", "off"), ("query", "kv"), (1, 2, 4)):
         config = BurstConfig(layout="contiguous", backward=backward, ring="flat", head_parallel=degree)
         q, dout, *own = (
             shard(x, 1, rank=rank, size=size, layout="contiguous") for x in (c.q, c.dout, *c[1:3])
         )
-        latent = Latent(*own, c.weight, travels)
+        latent = Latent(*own, c.weight, rotates)
         out = burst_attention(
             q.requires_grad_(), latent=latent, topology=topology, mask=Mask.full(), config=config
         )
@@ -246,13 +246,13 @@ def _counted(rank, size):
             value_dim=16,
             dtype=torch.float32,
             latent=(24, 8),
-            latent_travels=travels == "on",
+            latent_rotates=rotates == "on",
         )
         route, planned = made[-1][0].route, []
         for pass_ in ("forward", backward):
             sizes = message_bytes(shape, route, pass_)
             planned.append(link_bytes(program(rank, route, pass_), rank, sizes, size)["intra"])
-        rows.append((travels, backward, degree, [forward, sum(sent) - forward], planned))
+        rows.append((rotates, backward, degree, [forward, sum(sent) - forward], planned))
         sent.clear()
     return rows
 
@@ -261,11 +261,11 @@ def test_the_wire_carries_the_latent_and_the_rope_key_and_no_k_or_v():
     size, s = 4, 4
     tokens, latent, keys, queries = 256 // size, 24 + 8, 4 * (24 + 16), 4 * (24 + 16 + 2)
     for rows in processes(size, _counted):
-        for travels, backward, degree, sent, planned in rows:
-            assert sent == planned, (travels, backward, degree)
+        for rotates, backward, degree, sent, planned in rows:
+            assert sent == planned, (rotates, backward, degree)
             if degree > 1:
                 continue
-            width = latent if travels == "on" else keys
+            width = latent if rotates == "on" else keys
             gradient = width if backward == "kv" else 4 * 24
             data = width if backward == "kv" else queries
             assert sent[0] == tokens * s * (size - 1) * width
@@ -276,7 +276,7 @@ def _recomputed(rank, size):
     """Results, outputs of the recomputation, and the pairs that it meets: those of the front alone."""
     topology, n = Topology.from_group(dist.group.WORLD, intra_size=2), 96
     mask, attended = Mask.causal(), count_pairs()
-    for travels, degree, keep, reentrant in itertools.product(
+    for rotates, degree, keep, reentrant in itertools.product(
         ("on", "off"), (1, 2), (0.0, 0.5, 1.0), (True, False)
     ):
         c, outs = case(3, n, heads=4), []
@@ -290,14 +290,14 @@ def _recomputed(rank, size):
             return checkpoint(layer, *leaves, policy=Segment(keep), use_reentrant=reentrant)
 
         attended.clear()
-        got = on_ring(c, mask, rank, size, config, topology, travels, around)
+        got = on_ring(c, mask, rank, size, config, topology, rotates, around)
         for g, w in zip(got, through(c, lambda p: dense(p, mask)), strict=True):
             torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
         forward, again = outs
         torch.testing.assert_close(again, forward, rtol=1e-12, atol=1e-12)
         met, front = torch.tensor([attended["forward"], attended["backward"]]), round(n * (1 - keep))
         dist.all_reduce(met)  # each share of the heads is attended on other ranks
-        assert met.tolist() == [degree * m * (m + 1) // 2 for m in (n, front)], (config, travels, keep)
+        assert met.tolist() == [degree * m * (m + 1) // 2 for m in (n, front)], (config, rotates, keep)
 
 
 def test_checkpointed_layers_keep_segments_of_it():
@@ -315,8 +315,8 @@ def _compiled(rank, size):
     def around(attend, *leaves):
         return torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves)
 
-    for travels in ("on", "off"):
-        got = on_ring(c, mask, rank, size, config, topology, travels, around)
+    for rotates in ("on", "off"):
+        got = on_ring(c, mask, rank, size, config, topology, rotates, around)
         for g, w in zip(got, through(c, lambda p: dense(p, mask)), strict=True):
             torch.testing.assert_close(g, w, rtol=1e-11, atol=1e-11)
 
@@ -352,11 +352,11 @@ ONE = Ranks(1, 1)
 
 
 def test_deepseek_carries_576_numbers_a_token_instead_of_40960():
-    travelling = replace(DEEPSEEK, latent_travels=True)
+    rotating = replace(DEEPSEEK, latent_rotates=True)
     route = Route(1, 4)
     for pass_, kind in (("forward", "data"), ("kv", "data"), ("kv", "gradient")):
         bytes_ = 4 if kind == "gradient" else 2
-        assert message_bytes(travelling, route, pass_).whole[kind] == 8192 * 576 * bytes_
+        assert message_bytes(rotating, route, pass_).whole[kind] == 8192 * 576 * bytes_
         assert message_bytes(DEEPSEEK, route, pass_).whole[kind] == 8192 * 40960 * bytes_
 
 
@@ -364,8 +364,8 @@ def test_auto_takes_the_latent_only_where_a_gain_is_predicted():
     fast, slow = (Rates(intra=4e11, inter=inter, compute=4e14) for inter in (4e11, 5e9))
     for rates, ranks, gains in ((slow, Ranks(16, 4), True), (fast, Ranks(16, 4), False), (slow, ONE, False)):
         question = Question(DEEPSEEK, Layout("zigzag"), Mask.causal(), 8192 * ranks.size, ranks, rates)
-        for travels, want in (("auto", gains), ("on", True), ("off", False)):
-            assert decide(BurstConfig(), question, travels).latent_travels == want
+        for rotates, want in (("auto", gains), ("on", True), ("off", False)):
+            assert decide(BurstConfig(), question, rotates).latent_rotates == want
 
 
 def _latent(**changed):
@@ -376,7 +376,7 @@ def _latent(**changed):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"travels": "maybe"}, "travels must be one of 'auto', 'on', 'off', got 'maybe'"),
+        ({"rotates": "maybe"}, "rotates must be one of 'auto', 'on', 'off', got 'maybe'"),
         ({"compressed": torch.zeros(1, 8, 1, 24)}, r"\[batch, local sequence, R\], got \(1, 8, 1, 24\)"),
         ({"compressed": torch.zeros(1, 7, 24)}, "the same batch and local sequence"),
         ({"rope_key": torch.zeros(1, 8, 4, 8)}, "the same batch and local sequence"),
@@ -438,7 +438,7 @@ def test_predictions_in_the_docs_are_those_of_the_model():
         ranks = Ranks(int(nodes) * 8, 8)
         call = Layout("zigzag"), Mask.causal(), 8192 * ranks.size, ranks, machine(name).rates
         found = [
-            fastest(config, Question(replace(DEEPSEEK, latent_travels=travels), *call))
-            for travels in (False, True)
+            fastest(config, Question(replace(DEEPSEEK, latent_rotates=rotates), *call))
+            for rotates in (False, True)
         ]
         assert said == [f"{way.seconds * 1e3:.0f} ms" for way in found]

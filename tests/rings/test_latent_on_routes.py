@@ -102,7 +102,7 @@ def _equals_dense_attention(
         dtype=torch.float64,
         grad_dtype=torch.float64,
         latent=(rank, rope),
-        latent_travels=True,
+        latent_rotates=True,
     )
     plan = plan_of(layout, mask, n, route.placement)
     for pass_, of_ranks in zip(("forward", direction), sent, strict=True):
@@ -116,15 +116,15 @@ def _equals_dense_attention(
 
 @pytest.mark.parametrize("direction", [Pass.KV, Pass.QUERY])
 def test_the_model_counts_every_expansion(direction):
-    """Under a full mask: a latent that travels once for each bundle, home's that stays once."""
+    """Under a full mask: a latent that rotates once for each block, home's that stays once."""
     rates = Rates(intra=1e12, inter=1e12, compute=4e14)
-    latent = replace(DEEPSEEK, tokens=1024, latent_travels=True)
+    latent = replace(DEEPSEEK, tokens=1024, latent_rotates=True)
     route = Route(1, 12)
     pairs = pairs_of(Layout("zigzag"), Mask.full(), 1024 * 12, 12)
     for pass_ in (Pass.FORWARD, direction):
         of_latent, of_keys = (
             work_of(shard, pairs, route, pass_, rates).busiest
-            for shard in (latent, replace(latent, latent_travels=False))
+            for shard in (latent, replace(latent, latent_rotates=False))
         )
         at_home = home_expansion_seconds(latent, pass_, rates)
         one = 1024 * expansion_seconds(latent, pass_, rates)

@@ -152,7 +152,7 @@ def test_bytes_on_the_wire_are_the_formulas_on_every_rank(size):
 
 
 def _auto(rank, size):
-    travels, made = {}, []
+    rotates, made = {}, []
     agreed = function.agree_on_call
     function.agree_on_call = lambda *args: made.append(agreed(*args)) or made[-1]
     for kv_heads in (8, 1):
@@ -160,8 +160,8 @@ def _auto(rank, size):
         q, k, v, _ = (shard(x, 1, rank=rank, size=size).requires_grad_() for x in p)
         burst_attention(q, k, v, topology=Topology.from_group(dist.group.WORLD), mask=Mask.causal())
         call, *_ = made[-1]
-        travels[kv_heads] = call.direction
-    return travels
+        rotates[kv_heads] = call.direction
+    return rotates
 
 
 def test_auto_rotates_what_is_cheaper():

@@ -173,16 +173,16 @@ class ChaosTransport(MailboxTransport):
     def post(self, channel, messages):
         time.sleep(self.draw.random() * 0.004)
         works = []
-        for action, bundle in messages:
+        for action, block in messages:
             ends = (self.rank, action.peer) if isinstance(action, Send) else (action.peer, self.rank)
             box = self.mail.box((*ends, channel.link, channel.kind))
             if isinstance(action, Send):
                 works.append(_Sent(queue.Queue()))
-                box.put((bundle, works[-1].taken))
+                box.put((block, works[-1].taken))
             else:
-                for tensor in bundle:
+                for tensor in block:
                     spoil(tensor)
-                works.append(_Late(box, bundle, self.draw.random() * 0.004))
+                works.append(_Late(box, block, self.draw.random() * 0.004))
         return works
 
 

@@ -58,7 +58,7 @@ def test_every_head_x_ring_up_to_24_ranks_is_verified(heads, pass_, overlap):
     ("route", "data", "sums"), [(Route(1, 8), 2, 2), (Route(4, 4), 4, 4), (Route(5, 6), 4, 4)]
 )
 @pytest.mark.parametrize("pass_", Pass)
-def test_bundles_in_flight_do_not_grow_with_the_ring(pass_, route, data, sums):
+def test_blocks_in_flight_do_not_grow_with_the_ring(pass_, route, data, sums):
     for program in schedule(route, pass_).programs:
         into = {a.channel.kind: set() for a in program if isinstance(a, Recv)}
         for a in program:
@@ -75,7 +75,7 @@ def test_data_for_the_next_step_is_under_way_before_compute(pass_):
             actions = [a for a in program if a.step == step]
             compute = next(i for i, a in enumerate(actions) if isinstance(a, Compute))
             posted = {a.channel for a in actions[:compute] if isinstance(a, Recv)}
-            # Backward computes each rank's own bundle first, and the rest of its node last.
+            # Backward computes each rank's own block first, and the rest of its node last.
             within = step % 4 != 3 if pass_ == Pass.FORWARD else step > 0
             assert posted == ({INTER_DATA} if step == 0 else set()) | ({INTRA_DATA} if within else set())
 
@@ -111,7 +111,7 @@ def test_without_overlap_nothing_is_under_way_during_compute(pass_):
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 2), (4, 8)])
 @pytest.mark.parametrize("pass_", Pass)
-def test_a_nic_carries_each_bundle_once_a_round(pass_, nodes, intra):
+def test_a_nic_carries_each_block_once_a_round(pass_, nodes, intra):
     for rank, program in enumerate(schedule(Route(nodes, intra), pass_).programs):
         sends = [a for a in program if isinstance(a, Send)]
         for a in sends:
@@ -129,12 +129,12 @@ def test_the_head_group_overlaps_with_the_first_and_the_last_step():
         computes = [i for i, a in enumerate(program) if isinstance(a, Compute)]
         assert [program[i].part is None for i in computes] == [False] * 8
         waits = [
-            sum(isinstance(a, Wait) and a.channel.kind == Kind.ROWS for a in program[before:after])
+            sum(isinstance(a, Wait) and a.channel.kind == Kind.STAYING_IN for a in program[before:after])
             for before, after in pairwise(computes[:4])
         ]
         assert waits == [1, 0, 1]  # rows come between the parts: of both neighbours, then of the last member
         sends = [
-            sum(isinstance(a, Send) and a.channel.kind == Kind.RESULT for a in program[before:after])
+            sum(isinstance(a, Send) and a.channel.kind == Kind.STAYING_OUT for a in program[before:after])
             for before, after in pairwise(computes[4:])
         ]
         assert sends == [0, 2, 1]  # results leave between the parts, to the same members together
@@ -145,7 +145,7 @@ def test_a_schedule_prints_as_a_grid():
     assert lines[1].split(" | ")[0].strip() == "step"
     assert [cell.strip() for cell in lines[1].split("|")[1:]] == ["rank 0", "rank 1", "rank 2"]
     assert [line.split("|")[0].strip() for line in lines[2:]] == ["0", "1", "2"]
-    assert "[2]" in lines[3].split("|")[1]  # at step 1 rank 0 computes with the bundle of rank 2
+    assert "[2]" in lines[3].split("|")[1]  # at step 1 rank 0 computes with the block of rank 2
 
 
 def _broken(edit, route=Route(1, 3), pass_=Pass.QUERY):  # noqa: B008
@@ -213,7 +213,7 @@ def test_verify_finds_what_is_wrong(edit, words):
         verify(_broken(edit))
 
 
-def test_verify_wants_the_bundle_in_place_until_its_gradient_is_added():
+def test_verify_wants_the_block_in_place_until_its_gradient_is_added():
     def fetched_into_what_was_computed(rank, program):
         at = next(i for i, a in enumerate(program) if isinstance(a, Recv) and a.step == 1)
         compute = next(i for i, a in enumerate(program) if isinstance(a, Compute) and a.step == 1)
@@ -258,7 +258,7 @@ def test_verify_knows_that_nccl_runs_batches_in_the_order_of_posting(monkeypatch
 def _another_kind(rank, program):
     """Rank 1 posts the first messages of its head group as messages of another kind."""
     first = next(a.channel for a in program if isinstance(a, Send) and a.channel.link == Link.HEADS)
-    kind = Kind.RESULT if first.kind != Kind.RESULT else Kind.ROWS
+    kind = Kind.STAYING_OUT if first.kind != Kind.STAYING_OUT else Kind.STAYING_IN
     return [
         dataclasses.replace(a, channel=a.channel._replace(kind=kind, part=99))
         if rank == 1 and getattr(a, "channel", None) == first
@@ -332,12 +332,12 @@ def test_verify_finds_what_is_wrong_with_a_double_ring(edit, words):
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (_without(Unpack, kind=Kind.ROWS), "before they came"),
-        (_without(Unpack, kind=Kind.BUNDLE), "before all of the head group"),
-        (_without(Unpack, kind=Kind.RESULT), "result of the head group|its results stay"),
+        (_without(Unpack, kind=Kind.STAYING_IN), "before they came"),
+        (_without(Unpack, kind=Kind.ROTATING_IN), "before all of the head group"),
+        (_without(Unpack, kind=Kind.STAYING_OUT), f"{Kind.STAYING_OUT} of the head group|its results stay"),
         (_without(Compute, step=0), "leave before they are complete|must be each of"),
-        (_without(Wait, channel=Channel(Link.HEADS, Kind.BUNDLE, 1)), "while a message arrives"),
-        (_changed(Unpack, {"member": 0}, kind=Kind.RESULT), "before anything arrived"),
+        (_without(Wait, channel=Channel(Link.HEADS, Kind.ROTATING_IN, 1)), "while a message arrives"),
+        (_changed(Unpack, {"member": 0}, kind=Kind.STAYING_OUT), "before anything arrived"),
     ],
 )
 def test_verify_finds_what_is_wrong_with_a_head_group(edit, words):

@@ -72,7 +72,7 @@ def simulate(
             direction=direction,
             grad_dtype=dtype,
             kv_heads=p.k.shape[2],
-            latent_travels=up is not None,
+            latent_rotates=up is not None,
             lse_at_home=True,
         )
         of_member = share_of_heads(heads, call.member, route.heads)
@@ -160,8 +160,8 @@ def test_passes_leave_no_tensors_to_the_garbage_collector(route, direction):
 
 @pytest.mark.parametrize("direction", ["query", "kv"])
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_a_kernel_that_forms_d_where_heads_are_shared_and_bundles_travel_in_part(direction, mirrored):
-    """Each block sees itself; odd ones the next, even ones that at a distance of four: halves of bundles."""
+def test_a_kernel_that_forms_d_where_heads_are_shared_and_blocks_rotate_in_part(direction, mirrored):
+    """Each block sees itself; odd ones the next, even ones that at a distance of four: halves of blocks."""
     sees = torch.eye(8, dtype=torch.bool)
     for block in range(8):
         sees[block, (block + (1 if block % 2 else 4)) % 8] = True

@@ -31,7 +31,7 @@ from burst_mcore.attention.prepare import connect
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.attention.runtime.communicators import Communicators
 from burst_mcore.attention.runtime.companions import companion
-from burst_mcore.attention.runtime.executor import ProcessGroups
+from burst_mcore.attention.runtime.executor import GroupTransport
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
 from burst_plan.machines import MACHINES
@@ -215,7 +215,7 @@ def test_connecting_refuses_what_no_heads_can_make_legal():
 @pytest.mark.parametrize(("size", "words"), [(2, {}), (4, {}), (4, {"ring": "flat"})])
 def test_connecting_makes_the_routes_that_a_call_searches(size, words, monkeypatch):
     connected, config = set(), BurstConfig(**words)
-    monkeypatch.setattr(ProcessGroups, "connect", lambda self, pass_: connected.add(self._route))
+    monkeypatch.setattr(GroupTransport, "connect", lambda self, pass_: connected.add(self._route))
     connect(Topology(rank=0, size=size, intra_size=1), config)
     shape = {"batch": 1, "tokens": 8, "heads": 4, "kv_heads": 4, "head_dim": 8, "value_dim": 8}
     shard, ranks = Shard(**shape, dtype=torch.float32), Ranks(size, 1)
@@ -345,7 +345,7 @@ class _Group:
 
 def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(monkeypatch):
     from burst_mcore.attention.runtime import communicators
-    from burst_mcore.attention.runtime.executor import ProcessGroups
+    from burst_mcore.attention.runtime.executor import GroupTransport
     from burst_mcore.attention.schedule.actions import by_hop
     from burst_mcore.attention.schedule.route import Route, program
 
@@ -370,7 +370,7 @@ def test_on_nccl_every_link_and_kind_of_message_has_a_communicator_of_its_own(mo
     )
 
     def carriers(route):
-        transport = ProcessGroups(topology, route, 6)
+        transport = GroupTransport(topology, route, 6)
         channels = {c for name in Pass for c, _ in by_hop(program(5, route, name)) if c is not None}
         groups = {(c.link, c.kind): transport.carrier(c)[0] for c in channels}
         for (link, kind), group in list(groups.items()):

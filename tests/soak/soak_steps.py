@@ -115,10 +115,10 @@ def scores(draw: Draw, team: Team) -> str:
 def latent(draw: Draw, team: Team) -> str:
     """A call of multi-latent attention in float64."""
     topology = team.topology(draw)
-    c, mask, config, travels = random_latent(draw, Ranks(team.size, topology.intra_size), torch.float64)
-    words = f"{tuple(c.q.shape)} {mask} {config} latent travels: {travels} {topology}"
+    c, mask, config, rotates = random_latent(draw, Ranks(team.size, topology.intra_size), torch.float64)
+    words = f"{tuple(c.q.shape)} {mask} {config} latent rotates: {rotates} {topology}"
     with telling(words):
-        got = on_ring(c, mask, team.rank, team.size, config, topology, travels)
+        got = on_ring(c, mask, team.rank, team.size, config, topology, rotates)
         if draw.randrange(team.size) == team.rank:
             for name, g, w in zip(Gradients._fields, got, through(c, lambda p: dense(p, mask)), strict=True):
                 held(name, g, w)

@@ -1,4 +1,4 @@
-"""Plans: the pieces in which the queries of one position meet the keys of another, from layout and mask.
+"""Plans: the pieces in which the queries of one ring rank meet the keys of another, from layout and mask.
 
 A mask is bands over global positions. Rows are stored in ascending order of position, so a band is a
 rectangle of local rows, too. Its diagonals are straight wherever both sides are one run, and arithmetic gives
@@ -35,7 +35,7 @@ Runs = tuple[range, ...]
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 FEW = 8
-"""Runs of a position, at most, of which each meets each as a piece with a step, where a mask is dilated."""
+"""Runs of a ring rank, at most, of which each meets each as a piece with a step, where a mask is dilated."""
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: runs may be thousands
@@ -99,16 +99,16 @@ def cached_on_plan(
 
 
 class Plan:
-    """The pieces of a layout and a mask on a ring, each position of which has the rows of a head group.
+    """The pieces of a layout and a mask on a ring, each ring rank of which has the rows of a head group.
 
     Pieces are computed when they are first asked for, and cached. Plans are cached by value: `plan_of`.
     """
 
     def __init__(self, layout: Layout, mask: Mask, n: int, placement: Placement) -> None:
         self.layout, self.mask, self.n, self.placement = layout, mask, n, placement
-        self.size, self.heads = placement.positions, placement.heads
+        self.size, self.heads = placement.ring_size, placement.heads
         self.rows = layout.padded(n, placement.size) // self.size
-        """Local rows of a position."""
+        """Local rows of a ring rank."""
         self.bands = mask.bands(n)
         self.by_class = mask.stride > 1 and self._fine()
         """Whether pieces count rows in the order of classes (`reading.in_classes`)."""
@@ -118,56 +118,56 @@ class Plan:
         """Results that follow from the plan: see `cached_on_plan`."""
 
     def _fine(self) -> bool:
-        """Return whether the runs of a position are many, and without gaps."""
+        """Return whether the runs of a ring rank are many, and without gaps."""
         table = self.layout.run_table(self.n, self.placement.size)
         return len(table) > FEW * self.size and bool((table[:, 3] == 1).all())
 
-    def runs(self, position: int, member: int) -> Runs:
+    def runs(self, ring_rank: int, member: int) -> Runs:
         """Return the global positions that a rank holds."""
-        return self.layout.runs(self.n, self.placement.rank(position, member), self.placement.size)
+        return self.layout.runs(self.n, self.placement.rank(ring_rank, member), self.placement.size)
 
     @cached_on_plan
-    def stretches(self, position: int, part: int | None = None) -> tuple[Stretch, ...]:
-        """Return the rows of a position, or of one member of its head group (each of its runs).
+    def stretches(self, ring_rank: int, part: int | None = None) -> tuple[Stretch, ...]:
+        """Return the rows of a ring rank, or of one member of its head group (each of its runs).
 
         The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
         """
         everyone = self._everyone
         if part is None and everyone is not None:
-            bounds = torch.tensor([position, position + 1])
+            bounds = torch.tensor([ring_rank, ring_rank + 1])
             begin, end = torch.searchsorted(everyone.first, self._span * bounds).tolist()
             first, offsets = everyone.first[begin:end], everyone.offsets[begin : end + 1]
-            return (Stretch(first - self._span * position, offsets - self.rows * position, everyone.step),)
+            return (Stretch(first - self._span * ring_rank, offsets - self.rows * ring_rank, everyone.step),)
         runs = sorted(
-            (run for member in range(self.heads) for run in self.runs(position, member)),
+            (run for member in range(self.heads) for run in self.runs(ring_rank, member)),
             key=lambda run: run.start,
         )
         starts = accumulate(map(len, runs), initial=0)
-        own = set(runs if part is None else self.runs(position, part))
+        own = set(runs if part is None else self.runs(ring_rank, part))
         return tuple(Stretch.of(run, start) for run, start in zip(runs, starts, strict=False) if run in own)
 
     @property
     def _span(self) -> int:
-        """The tokens by which `_everyone` moves each position on from the one before."""
+        """The tokens by which `_everyone` moves each ring rank on from the one before."""
         return self.rows * self.size
 
     @cached_property
     def _everyone(self) -> Stretch | None:
-        """The rows of all positions, one after another; None where each run is a stretch of its own."""
+        """The rows of all ring ranks, one after another; None where each run is a stretch of its own."""
         table = self.layout.run_table(self.n, self.placement.size)
         step, far = int(table[0, 3]), self._span * self.size >= UNBOUNDED
         if far or self._dilated or (step > 1 and len(table) > self.size):
             return None
-        position, start, stop = self.placement.position(table[:, 0]), table[:, 1], table[:, 2]
-        order = (position * self._span + start).argsort()
-        position, start, stop, _ = joined_table(position[order], start[order], stop[order]).unbind(1)
+        ring_rank, start, stop = self.placement.ring_rank(table[:, 0]), table[:, 1], table[:, 2]
+        order = (ring_rank * self._span + start).argsort()
+        ring_rank, start, stop, _ = joined_table(ring_rank[order], start[order], stop[order]).unbind(1)
         length = -((start - stop) // step)
         offsets = torch.cat([torch.zeros_like(length[:1]), length.cumsum(0)])
-        return Stretch(position * self._span + start, offsets, step)
+        return Stretch(ring_rank * self._span + start, offsets, step)
 
-    def member_rows(self, position: int, member: int) -> Rows:
-        """Return the places of a member's rows among its position's, in the order of its own rows."""
-        ends = self.stretches(position, member)
+    def member_rows(self, ring_rank: int, member: int) -> Rows:
+        """Return the places of a member's rows among its ring rank's, in the order of its own rows."""
+        ends = self.stretches(ring_rank, member)
         return tuple(stretch.rows for stretch in ends)
 
     def head(self, cut: int) -> Plan:
@@ -182,9 +182,9 @@ class Plan:
         return head
 
     @cached_on_plan
-    def rows_from(self, position: int, cut: int) -> Rows:
-        """Return the rows of a position from global position `cut` on."""
-        stretches, cuts = self.stretches(position, None), torch.tensor([cut])
+    def rows_from(self, ring_rank: int, cut: int) -> Rows:
+        """Return the rows of a ring rank from global position `cut` on."""
+        stretches, cuts = self.stretches(ring_rank, None), torch.tensor([cut])
         return union([range(int(x.rows_before_each(cuts)), x.rows.stop) for x in stretches])
 
     def pieces(
@@ -196,7 +196,7 @@ class Plan:
         k_part: int | None = None,
         keys_stay: bool = False,
     ) -> Tensor:
-        """Return the disjoint pieces in which queries of a position, or a member, meet keys of another.
+        """Return the disjoint pieces in which queries of a ring rank, or a member, meet keys of another.
 
         Where the plan is `by_class`, pieces count rows as its `order` does.
 
@@ -219,7 +219,7 @@ class Plan:
 
     @cached_on_plan
     def _met(self, at: int, part: int | None, keys_stay: bool) -> tuple[Tensor, ...]:
-        """Return the pieces of a position's, or a member's, queries (or keys) with each other position.
+        """Return the pieces of a ring rank's, or a member's, queries (or keys) with each other ring rank.
 
         All others are worked on at once, as parts of one sequence: see `_everyone`.
         """
@@ -238,17 +238,17 @@ class Plan:
         pieces[:, 2:4] -= other[:, None] * self.rows
         if keys_stay:
             pieces[:, :6] = transposed(pieces[:, :6])
-        by_position = pieces[other.argsort(stable=True)]
-        return tuple(by_position.split(other.bincount(minlength=self.size).tolist()))
+        by_ring_rank = pieces[other.argsort(stable=True)]
+        return tuple(by_ring_rank.split(other.bincount(minlength=self.size).tolist()))
 
-    def _counted(self, position: int, part: int | None) -> tuple[Stretch, ...]:
+    def _counted(self, ring_rank: int, part: int | None) -> tuple[Stretch, ...]:
         """Return the stretches whose rows pieces count."""
-        return (self._classes(position, part)[0],) if self.by_class else self.stretches(position, part)
+        return (self._classes(ring_rank, part)[0],) if self.by_class else self.stretches(ring_rank, part)
 
     @cached_on_plan
-    def _classes(self, position: int, part: int | None) -> tuple[Stretch, list[range]]:
-        """Return the rows of a position, or of a member, in the order of classes, and which they are."""
-        stretches = self.stretches(position, part)
+    def _classes(self, ring_rank: int, part: int | None) -> tuple[Stretch, list[range]]:
+        """Return the rows of a ring rank, or of a member, in the order of classes, and which they are."""
+        stretches = self.stretches(ring_rank, part)
         table = torch.cat([torch.stack([x.first, x.offsets[:-1], x.offsets.diff()], 1) for x in stretches])
         own = [(range(first, first + length), row) for first, row, length in table.tolist()]
         runs, rows = numbered(own, self.mask.stride, self._span)
@@ -256,13 +256,13 @@ class Plan:
         return Stretch(torch.tensor([run.start for run in runs]), ends), rows
 
     @cached_on_plan
-    def order(self, position: int, part: int | None, travel: Rows) -> Order:
-        """Return which rows those are that pieces count `by_class`; travel: as `Order` takes them."""
-        return Order(self._classes(position, part)[1], travel)
+    def order(self, ring_rank: int, part: int | None, rotate: Rows) -> Order:
+        """Return which rows those are that pieces count `by_class`; rotate: as `Order` takes them."""
+        return Order(self._classes(ring_rank, part)[1], rotate)
 
     @cached_on_plan
     def reading(self, *, of_queries: bool) -> Reading:
-        """Return who reads which keys, or which queries, of all positions."""
+        """Return who reads which keys, or which queries, of all ring ranks."""
         return reading(self.layout, self.mask, self.n, self.placement, of_queries=of_queries)
 
     def needed(self, owner: int, reader: int, *, of_queries: bool) -> Rows:
@@ -271,7 +271,7 @@ class Plan:
 
     @property
     def everything(self) -> bool:
-        """Whether every position reads all of every other."""
+        """Whether every ring rank reads all of every other."""
         return not self.mask.terms and self.n == self.rows * self.size
 
     @property
@@ -296,7 +296,7 @@ kinds of layers, and the next batch, which is planned meanwhile, as many again."
 
 
 def plan_for(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
-    """Return the plan of a mask over n tokens, dealt over `size` positions of `heads` neighbours. Cached.
+    """Return the plan of a mask over n tokens, dealt over `size` ring ranks of `heads` neighbours. Cached.
 
     Raises:
         ValueError: as `plan_of`.
@@ -390,7 +390,7 @@ def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[T
     ahead, apart = left - first, n0 - m0  # of the corner, in positions and in rows
     lowest = torch.where(open_low, -UNBOUNDED, apart - (ahead - low) // q.step)
     highest = torch.where(open_high, UNBOUNDED, apart + (high - ahead) // q.step)
-    rows = tight(torch.stack([m0, m1, n0, n1, lowest, highest], 1))  # rows that no pair needs do not travel
+    rows = tight(torch.stack([m0, m1, n0, n1, lowest, highest], 1))  # rows that no pair needs do not rotate
     done = torch.cat([rows, band[:, None]], 1)[whole]
     upper = m0, torch.where(by_row, row, m1), n0, torch.where(by_row, n1, column), low, high, band
     lower = torch.where(by_row, row, m0), m1, torch.where(by_row, n0, column), n1, low, high, band

@@ -1,7 +1,7 @@
-"""Readings: which position reads which rows of which other, for all positions of a ring at once.
+"""Readings: which ring rank reads which rows of which other, for all at once.
 
-The rows of every position are cut into segments, so short that a position reads all of a segment or nothing
-of it. Then one table, readers x segments, says everything. A bundle carries along its way the segments that
+The rows of every ring rank are cut into segments, so short that a ring rank reads all of a segment or nothing
+of it. Then one table, readers x segments, says everything. A block carries along its way the segments that
 have a reader further on. So a hop needs one number a segment: its last reader on the way.
 """
 
@@ -42,14 +42,14 @@ one band there may be 2^8 times as many."""
 
 
 class Reading:
-    """Which position reads which rows of which other.
+    """Which ring rank reads which rows of which other.
 
     Attributes:
-        size: number of positions that own rows.
-        rows: rows of a position.
-        owner, first, length: int64 [segments], in ascending order: the position that has a segment, its first
+        size: number of ring ranks that own rows.
+        rows: rows of a ring rank.
+        owner, first, length: int64 [segments], in ascending order: the ring rank that has it, its first
             row there and its length.
-        read: bool [positions, segments]: who reads which segment.
+        read: bool [ring ranks, segments]: who reads which segment.
     """
 
     def __init__(self, size: int, rows: int, owner: Tensor, first: Tensor, length: Tensor, read: Tensor):
@@ -59,24 +59,24 @@ class Reading:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where the segments of each position begin, and the end."""
+        """Where the segments of each ring rank begin, and the end."""
         bounds: list[int] = torch.searchsorted(self.owner, torch.arange(self.size + 1)).tolist()
         return bounds
 
     @cached_property
     def meets(self) -> Tensor:
-        """Bool [owners, readers]: whether a position reads anything of another."""
+        """Bool [owners, readers]: whether a ring rank reads anything of another."""
         read = torch.zeros(self.size, len(self.read), dtype=torch.int32)
         return read.index_add_(0, self.owner, self.read.T.to(torch.int32)) > 0
 
     @cached_property
     def of_all(self) -> bool:
-        """Whether every position reads every row."""
+        """Whether every ring rank reads every row."""
         return bool(self.read.all())
 
     @property
     def elsewhere(self) -> int:
-        """Rows that positions read of others, all together: a lower bound on the rows that move."""
+        """Rows that ring ranks read of others, all together: a lower bound on the rows that move."""
         others = self.read.sum(0) - self.read.gather(0, self.owner[None])[0].long()
         return int((others * self.length).sum())
 
@@ -94,7 +94,7 @@ class Reading:
         return edges
 
     def joined(self, owner: int, included_segments: list[bool]) -> Rows:
-        """Return the rows of some segments of a position, neighbours as one range."""
+        """Return the rows of some segments of a ring rank, neighbours as one range."""
         joined: list[range] = []
         begin, base = -1, self.bounds[owner]
         for index, included in enumerate(included_segments, base):
@@ -109,10 +109,10 @@ class Reading:
 
 
 def everything(size: int, rows: int) -> Reading:
-    """Return the reading in which every position reads every row."""
-    positions = torch.arange(size)
+    """Return the reading in which every ring rank reads every row."""
+    ring_size = torch.arange(size)
     read = torch.ones(size, size, dtype=torch.bool)
-    return Reading(size, rows, positions, torch.zeros_like(positions), torch.full_like(positions, rows), read)
+    return Reading(size, rows, ring_size, torch.zeros_like(ring_size), torch.full_like(ring_size, rows), read)
 
 
 def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_queries: bool) -> Reading:
@@ -120,16 +120,16 @@ def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_quer
 
     Args:
         layout: deals the sequence over the ranks.
-        placement: the ranks of each position, whose rows are pooled as in `Plan.stretches`.
+        placement: the ranks of each ring rank, whose rows are pooled as in `Plan.stretches`.
     """
-    size = placement.positions
+    size = placement.ring_size
     rows = layout.padded(n, placement.size) // size
     if not mask.terms and n == rows * size:
         return everything(size, rows)
     bands = transposed(mask.bands(n)) if of_queries else mask.bands(n)
     runs = _Runs(layout.run_table(n, placement.size), placement, rows)
     if bool((runs.step == 1).all()):  # with a stride the keys between two that are read count as read, too
-        segments = _by_position(runs, bands, size, rows)
+        segments = _by_ring_rank(runs, bands, size, rows)
     else:
         segments = _by_stripes(runs, bands, mask.stride, size, rows)
     if segments is None:
@@ -143,25 +143,25 @@ class _Runs:
     """The runs of all positions, sorted by their first position: int64 [runs] each."""
 
     def __init__(self, table: Tensor, placement: Placement, rows: int) -> None:
-        position, start, stop, step = placement.position(table[:, 0]), *table.unbind(1)[1:]
-        order = (position * (int(stop.max()) + 1) + start).argsort()
-        position, start, stop, step = (x[order] for x in (position, start, stop, step))
+        ring_rank, start, stop, step = placement.ring_rank(table[:, 0]), *table.unbind(1)[1:]
+        order = (ring_rank * (int(stop.max()) + 1) + start).argsort()
+        ring_rank, start, stop, step = (x[order] for x in (ring_rank, start, stop, step))
         length = -((start - stop) // step)
-        offset = length.cumsum(0) - length - position * rows
+        offset = length.cumsum(0) - length - ring_rank * rows
         order = start.argsort()
-        self.position, self.start, self.stop = position[order], start[order], stop[order]
+        self.ring_rank, self.start, self.stop = ring_rank[order], start[order], stop[order]
         self.step, self.length, self.offset = step[order], length[order], offset[order]
-        """`offset`: the first row of the run at its position."""
+        """`offset`: the first row of the run at its ring rank."""
 
 
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 """owner, first, last, read."""
 
 
-def _by_position(runs: _Runs, bands: Tensor, size: int, rows: int) -> Segments | None:
+def _by_ring_rank(runs: _Runs, bands: Tensor, size: int, rows: int) -> Segments | None:
     """Read where runs have no gaps: a run of queries reads one range of positions under a band."""
     met = intersected(_whole(runs.start, runs.stop), bands)
-    reader = runs.position[torch.searchsorted(runs.start, met[:, 0].contiguous(), right=True) - 1]
+    reader = runs.ring_rank[torch.searchsorted(runs.start, met[:, 0].contiguous(), right=True) - 1]
     borders = torch.cat([runs.start, runs.stop])
     first, last = met[:, 2], met[:, 3]
     edges = torch.cat([borders, first, last]).unique()
@@ -175,7 +175,7 @@ def _by_position(runs: _Runs, bands: Tensor, size: int, rows: int) -> Segments |
     row = runs.offset[run] + edges[:-1] - runs.start[run]
     first, last = (torch.searchsorted(edges, x.contiguous()) for x in (first, last))
     read = _marked(reader, first, last, size, len(edges) - 1)
-    return runs.position[run], row, row + edges.diff(), read
+    return runs.ring_rank[run], row, row + edges.diff(), read
 
 
 def _whole(start: Tensor, stop: Tensor) -> Tensor:
@@ -190,8 +190,8 @@ def _by_stripes(runs: _Runs, bands: Tensor, stride: int, size: int, rows: int) -
         return None
     stripes = [(runs.start[:0],) * 3]
     for q, k, (_, _, n0, n1, _, _) in _stripes(runs, bands, stride):
-        base = runs.position[k] * (rows + 1) + runs.offset[k]
-        stripes.append((runs.position[q], base + n0, base + n1))
+        base = runs.ring_rank[k] * (rows + 1) + runs.offset[k]
+        stripes.append((runs.ring_rank[q], base + n0, base + n1))
     reader, first, last = (torch.cat(x) for x in zip(*stripes, strict=True))
     ends = torch.arange(size)[:, None] * (rows + 1) + torch.tensor([0, rows])
     edges = torch.cat([ends.flatten(), first, last]).unique()
@@ -267,18 +267,18 @@ def pairs_between(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
         return regular
     runs = _Runs(layout.run_table(n, ranks), Placement(ranks), layout.padded(n, ranks) // ranks)
     total = torch.zeros(ranks * ranks, dtype=torch.float64)
-    counted = _pairs_by_position if bool((runs.step == 1).all()) else _pairs_of_stripes
+    counted = _pairs_by_ring_rank if bool((runs.step == 1).all()) else _pairs_of_stripes
     if not counted(total, runs, mask.bands(n), mask.stride, ranks):
         total.fill_(float(keys_per_query(mask, n).sum()) / ranks**2)
     return total.view(ranks, ranks)
 
 
-def _pairs_by_position(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:
+def _pairs_by_ring_rank(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:
     """Add the pairs of each residue class by the mask's stride, in which every stride-th token is next."""
     for first in range(stride):
         start, stop = (-((first - x) // stride) for x in (runs.start, runs.stop))
         present = start < stop
-        start, stop, rank = start[present], stop[present], runs.position[present]
+        start, stop, rank = start[present], stop[present], runs.ring_rank[present]
         of_class = tightened(of_classes(bands, torch.tensor([first]), stride))
         met = intersected(_whole(start, stop), of_class)
         q_run = torch.searchsorted(start, met[:, 0].contiguous(), right=True) - 1
@@ -322,7 +322,7 @@ def _pairs_of_stripes(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ra
         m0, m1, n0, n1, low, high = met
         rows, columns = m1 - m0, n1 - n0
         low, high = low - (n0 - m0), high - (n0 - m0)
-        to = runs.position[q] * ranks + runs.position[k]
+        to = runs.ring_rank[q] * ranks + runs.ring_rank[k]
         if apart_by == 1:
             total.index_add_(0, to, band_pairs_of(rows, columns, low, high).double())
             continue
@@ -389,15 +389,15 @@ def _joined(spans: Iterable[range]) -> list[range]:
 
 
 class Order:
-    """The rows of a position in the order of classes, in ranges between whose ends all rows travel.
+    """The rows of a ring rank in the order of classes, in ranges between whose ends all rows rotate.
 
     Args:
         rows: as `numbered` returns them.
-        travel: the ranges of rows that travel; a range of the order lies within one of them.
+        rotate: the ranges of rows that rotate; a range of the order lies within one of them.
     """
 
-    def __init__(self, rows: Sequence[range], travel: Rows) -> None:
-        starts = [span.start for span in travel]
+    def __init__(self, rows: Sequence[range], rotate: Rows) -> None:
+        starts = [span.start for span in rotate]
         self.spans = [part for span in rows for part in _parted(span, starts)] if starts[1:] else list(rows)
         self.offsets = list(accumulate(map(len, self.spans), initial=0))
 

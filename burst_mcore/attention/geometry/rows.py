@@ -1,4 +1,4 @@
-"""Rows: ranges of a position's rows, as sets, and as an index to read and write tensors.
+"""Rows: ranges of a ring rank's rows, as sets, and as an index to read and write tensors.
 
 Tensors are [B, S, H, D], or statistics [B, H, S]. As sets, rows ascend and are disjoint. As an index, they
 may have gaps, and may descend.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Rows = tuple[range, ...]
-"""Rows of a position: ranges, one after another."""
+"""Rows of a ring rank: ranges, one after another."""
 
 
 def union(ranges: list[range]) -> Rows:

@@ -24,16 +24,16 @@ class Shard:
     dtype: torch.dtype
     """Of Q, K, V."""
     grad_dtype: torch.dtype = torch.float32
-    """Of a travelling gradient."""
+    """Of a rotating gradient."""
     latent: tuple[int, int] | None = None
     """The widths of the latent and of the rope key that K and V are made of, if they are: see `Latent`."""
-    latent_travels: bool = False
-    """Whether the latent travels, and not K and V."""
+    latent_rotates: bool = False
+    """Whether the latent rotates, and not K and V."""
 
     @property
     def carried(self) -> tuple[int, int]:
-        """The heads, and the width of each, of what travels for keys and values."""
-        if self.latent is not None and self.latent_travels:
+        """The heads, and the width of each, of what rotates for keys and values."""
+        if self.latent is not None and self.latent_rotates:
             return 1, sum(self.latent)
         return self.kv_heads, self.head_dim + self.value_dim
 
@@ -49,7 +49,7 @@ class Shard:
 
     @property
     def grad_itemsize(self) -> int:
-        """Bytes an element of a travelling gradient."""
+        """Bytes an element of a rotating gradient."""
         return self.grad_dtype.itemsize
 
     @property
@@ -69,7 +69,7 @@ class Shard:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V, or of the latent that travels for them."""
+        """Bytes of K and V, or of the latent that rotates for them."""
         heads, width = self.carried
         return self.rows * heads * width * self.itemsize
 
@@ -84,7 +84,7 @@ class Shard:
         return self.out_bytes + self.statistic_bytes
 
     def gradient_bytes(self, size: int) -> int:
-        """Return the bytes of a travelling gradient, or sum, of numbers that take `size` bytes in Q."""
+        """Return the bytes of a rotating gradient, or sum, of numbers that take `size` bytes in Q."""
         return size // self.itemsize * self.grad_itemsize
 
     def of_member(self, degree: int) -> Shard:
@@ -95,8 +95,8 @@ class Shard:
         """Return the share of one rank on the ring, when `degree` ranks pool tokens and share heads."""
         return replace(self.of_member(degree), tokens=self.tokens * degree)
 
-    def bundle_bytes(self, *, of_queries: bool) -> tuple[int, int]:
-        """Return the (data, gradient) bytes of a travelling bundle: of queries, or of keys and values."""
+    def block_bytes(self, *, of_queries: bool) -> tuple[int, int]:
+        """Return the (data, gradient) bytes of a rotating block: of queries, or of keys and values."""
         if of_queries:
             data = self.q_bytes + self.out_bytes + 2 * self.statistic_bytes
             return data, self.gradient_bytes(self.q_bytes)
@@ -105,50 +105,50 @@ class Shard:
     def backward_bytes(self, ranks: int, nodes: int, *, of_queries: bool) -> float:
         """Return the most bytes that a causal backward adds, on a ring of ranks on so many nodes.
 
-        Travelling bundles and sums, sums that stay; the rank's own share, and a tile's results.
+        Rotating blocks and sums, sums that stay; the rank's own share, and a tile's results.
         """
-        data, gradient = self.bundle_bytes(of_queries=of_queries)
-        _, stays = self.bundle_bytes(of_queries=not of_queries)
+        data, gradient = self.block_bytes(of_queries=of_queries)
+        _, stays = self.block_bytes(of_queries=not of_queries)
         sides = (self.q_bytes, self.kv_bytes) if of_queries else (self.kv_bytes, self.q_bytes)
-        bundles, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
+        blocks, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
         if 1 < nodes < ranks:
-            bundles, sums = 2 + (nodes > 3), 3 + (ranks > 2 * nodes)
+            blocks, sums = 2 + (nodes > 3), 3 + (ranks > 2 * nodes)
         if nodes == 2 < ranks:  # half of what goes back to its own node is masked
             sums = 3.5 if ranks > 6 else 2
         halves = of_queries and self.kv_bytes / 2 > self.waiting_bytes and self.kv_heads % 2 == 0
         tile = (sides[1] / 2 + of_queries * self.out_bytes) / (2 if halves else 1) + 2 * self.statistic_bytes
-        return float(bundles * data + sums * gradient + stays + 2 * sides[0] + tile)
+        return float(blocks * data + sums * gradient + stays + 2 * sides[0] + tile)
 
 
 Number = TypeVar("Number", int, Tensor)
-"""A rank, position or member, or a tensor of many."""
+"""A rank, ring rank or member, or a tensor of many."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of `positions` head groups, of `heads` members each.
+    """The ranks of `ring_size` head groups, of `heads` members each.
 
     Inner: a group is `heads` neighbouring ranks, and the ring goes from group to group.
-    Outer: a ring is `positions` neighbouring ranks, and a group has one rank of each ring.
+    Outer: a ring is `ring_size` neighbouring ranks, and a group has one rank of each ring.
     """
 
-    positions: int
+    ring_size: int
     heads: int = 1
     outer: bool = False
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return self.positions * self.heads
+        return self.ring_size * self.heads
 
-    def position(self, rank: Number) -> Number:
-        """Return the position on the ring of a rank."""
-        return rank % self.positions if self.outer else rank // self.heads
+    def ring_rank(self, rank: Number) -> Number:
+        """Return the ring rank of a rank: the place on the ring of the rank, or of its head group."""
+        return rank % self.ring_size if self.outer else rank // self.heads
 
     def member(self, rank: Number) -> Number:
         """Return the number of a rank in its head group."""
-        return rank // self.positions if self.outer else rank % self.heads
+        return rank // self.ring_size if self.outer else rank % self.heads
 
-    def rank(self, position: Number, member: Number | int) -> Number:
-        """Return the rank of a member at a position."""
-        return position + member * self.positions if self.outer else position * self.heads + member
+    def rank(self, ring_rank: Number, member: Number | int) -> Number:
+        """Return the rank of a member at a ring rank."""
+        return ring_rank + member * self.ring_size if self.outer else ring_rank * self.heads + member

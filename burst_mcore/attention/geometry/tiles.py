@@ -38,7 +38,7 @@ FAR = 2**31
 
 
 class Tile(NamedTuple):
-    """Query rows x key rows of two positions for one call of the kernel.
+    """Query rows x key rows of two ring ranks for one call of the kernel.
 
     The rows may lie apart, and in descending order; the pattern counts them in the order in which they stand.
     """
@@ -91,7 +91,7 @@ def tiles_of(
     k_part: int | None = None,
     keys_stay: bool = False,
 ) -> tuple[Tile, ...]:
-    """Return the tiles in which queries of a position, or of a member there, meet keys of another. Cached.
+    """Return the tiles in which queries of a ring rank, or of a member there, meet keys of another. Cached.
 
     keys_stay: as in `Plan.pieces`.
     """

@@ -1,7 +1,7 @@
 """K and V as what they are made of in multi-latent attention: a latent, a rope key, and weights.
 
 The latent and the rope key of a token are a few hundred numbers; K and V of all heads are many thousands. So
-the latent travels, and each rank expands the rows that it reads. The gradient of the latent travels likewise.
+the latent rotates, and each rank expands the rows that it reads. The gradient of the latent rotates likewise.
 
 Letters: B batch, S rows, H heads, R width of the latent, Dk and Dr widths of a key without position and of
 the rope key, Dv width of a value. Queries and whole keys have head dim D = Dk + Dr.
@@ -34,7 +34,7 @@ class Latent(NamedTuple):
     weight: Tensor
     """[H, R, Dk + Dv]: the up-projection of the heads of q. Its gradient is that of the keys which this rank
     has met: sum it over the ranks of the ring, as gradients of weights are."""
-    travels: str = "auto"
+    rotates: str = "auto"
     """What the ring carries: the latent ("on"), K and V ("off"), or the latent where the cost model predicts
     a gain ("auto")."""
 

@@ -73,7 +73,7 @@ class KeyBlocks:
 
 
 class _Sum(ABC):
-    """A running sum of bundles: of parts that each cover some of its rows."""
+    """A running sum of blocks: of parts that each cover some of its rows."""
 
     _blank: tuple[float, ...]
     """The values of rows that no part covers, by tensor."""
@@ -159,7 +159,7 @@ class _Sum(ABC):
         segments = [segment for _, segment in self._segments.over(self._all)]
         only = segments[0] if len(segments) == 1 else None
         if self._total is None and only and len(only.parts) == 1 and only.parts[0].covers(self._all):
-            return only.parts[0].bundle
+            return only.parts[0].results
         if self._like.dtype == self.dtype or (only and only.summed and not only.parts):
             return self._settled(self._all)
         results = self.room(self._like.dtype)
@@ -167,7 +167,7 @@ class _Sum(ABC):
         return results
 
     def _parts(self, piece: range, segment: RowSegment) -> list[KernelResults]:
-        parts = [narrowed(part.bundle, piece, part.start) for part in segment.parts]
+        parts = [narrowed(part.results, piece, part.start) for part in segment.parts]
         if segment.summed:
             assert self._total is not None
             parts.insert(0, narrowed(self._total, piece))
@@ -185,7 +185,7 @@ class _Sum(ABC):
         """Put the parts of a segment together in the running sum."""
         to = narrowed(self._room(), piece)
         if segment.parts:
-            parts = [narrowed(part.bundle, piece, part.start) for part in segment.parts]
+            parts = [narrowed(part.results, piece, part.start) for part in segment.parts]
             self._combine([to, *parts] if segment.summed else parts, *to)
         elif not segment.summed:
             self._fill(to)
@@ -196,8 +196,8 @@ class _Sum(ABC):
         if self._total is None:
             _, first = next(self._segments.over(self._all), (range(0), RowSegment()))
             for part in first.parts:
-                if part.covers(self._all) and part.bundle[0].dtype == self.dtype:
-                    self._total = part.bundle
+                if part.covers(self._all) and part.results[0].dtype == self.dtype:
+                    self._total = part.results
                     self._segments.adopt(part)
                     return self._total
             self._total = self.room(self.dtype)
@@ -307,7 +307,7 @@ class GradientSum(_Sum):
 
 
 class GradientSums:
-    """The running gradients of the tensors of a bundle.
+    """The running gradients of the tensors of a block.
 
     Args:
         like: the tensors.
@@ -381,12 +381,12 @@ class PendingGradients:
 class ResultsPart:
     """Results for the rows from `start` on."""
 
-    bundle: KernelResults
+    results: KernelResults
     start: int
 
     def covers(self, span: range) -> bool:
         """Return whether these rows are all that the part has."""
-        return self.start == span.start and self.bundle[0].shape[1] == len(span)
+        return self.start == span.start and self.results[0].shape[1] == len(span)
 
 
 @dataclass(slots=True)
@@ -437,9 +437,9 @@ class RowSegments:
         return index
 
 
-def narrowed(bundle: KernelResults, rows: range, first: int = 0) -> KernelResults:
+def narrowed(tensors: KernelResults, rows: range, first: int = 0) -> KernelResults:
     """Return views of the rows of these tensors, which hold rows from `first` on."""
-    if len(rows) == bundle[0].shape[1 if bundle[0].dim() == 4 else 2]:
-        return bundle
+    if len(rows) == tensors[0].shape[1 if tensors[0].dim() == 4 else 2]:
+        return tensors
     places = (range(rows.start - first, rows.stop - first),)
-    return tuple([gather(x, places) for x in bundle])
+    return tuple([gather(x, places) for x in tensors])

@@ -45,7 +45,7 @@ def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> 
     """Return a tensor that stands in for O in kernels that read O only to form D: O projected on dO.
 
     out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D. It is at most 16 times as large as O. So
-    O need not travel, and no kernel need be changed. In half precision out' is rounded, and D with it, by
+    O need not rotate, and no kernel need be changed. In half precision out' is rounded, and D with it, by
     2^-9 in bfloat16. That is too much for a row that sees a single key, whose dS = dP - D is 0. So the first
     third of the columns carries D, and each later third the error that rounding left. Thirds that are nearly
     empty carry nothing. Rows are first scaled to max |dO| = 1, so squares neither vanish nor overflow, at any

@@ -1,6 +1,6 @@
 """A program bound once for all its runs: a flat list of steps, each with the rows that its buffers hold.
 
-A run of the program then looks nothing up but buffers. `executor.Ring` carries the steps out.
+A run of the program then looks nothing up but buffers. `executor.Executor` carries the steps out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from burst_mcore.attention.geometry.rows import Rows, relative_to
 from burst_mcore.attention.schedule.actions import (
     HOME,
-    KEPT,
+    OWN_SHARE,
     Accumulate,
     Action,
     Add,
@@ -61,16 +61,16 @@ class Post(NamedTuple):
     parcels: tuple[Parcel, ...]
 
 
-class AttendStep(NamedTuple):
-    """A compute, with the rows that its bundle has."""
+class ComputeStep(NamedTuple):
+    """A compute, with the rows that its block has."""
 
     action: Compute
     rows: Rows | None
     is_last: bool
-    """Whether no later compute of the program meets a bundle of the same ring rank."""
+    """Whether no later compute of the program meets a block of the same ring rank."""
 
 
-class Collect(NamedTuple):
+class AccumulateStep(NamedTuple):
     """An accumulate, with room for its sum, and for the total if the sum is complete."""
 
     action: Accumulate
@@ -78,7 +78,7 @@ class Collect(NamedTuple):
     total: Room | None
 
 
-class TakeIn(NamedTuple):
+class KeepStep(NamedTuple):
     """The end of a gradient's way: of the rank's own share, and of sums of others that came home."""
 
     action: Accumulate | Return
@@ -86,7 +86,7 @@ class TakeIn(NamedTuple):
     """(buffer, rows); the own share is in none."""
 
 
-class Join(NamedTuple):
+class AddStep(NamedTuple):
     """An addition of one sum to another."""
 
     action: Add
@@ -101,7 +101,7 @@ class Drop(NamedTuple):
     buffer: str
 
 
-BoundStep = Post | AttendStep | Collect | TakeIn | Join | Wait | Pack | Unpack | Drop
+BoundStep = Post | ComputeStep | AccumulateStep | KeepStep | AddStep | Wait | Pack | Unpack | Drop
 Bound = tuple[BoundStep, ...]
 """The steps of a program."""
 
@@ -116,7 +116,7 @@ def bind(program: Program) -> Bound:
         for action in actions if channel is None else ():
             steps.append(binder.step(action))
             binder.use(action, len(steps))
-    ends, kept = [*binder.ends, *binder.last.items()], (HOME, KEPT, *at_home(program))
+    ends, kept = [*binder.ends, *binder.last.items()], (HOME, OWN_SHARE, *at_home(program))
     for name, place in sorted(ends, key=lambda end: end[1], reverse=True):
         if name not in kept:
             steps.insert(place, Drop(name))
@@ -126,13 +126,13 @@ def bind(program: Program) -> Bound:
 class _Binder:
     def __init__(self, program: Program) -> None:
         self.last_computes = {each.source: each for each in program if isinstance(each, Compute)}
-        """The last compute with a bundle of each ring rank."""
+        """The last compute with a block of each ring rank."""
         self.rows: dict[str, Rows | None] = {HOME: None}
         """By buffer that exists."""
         self.under_way: dict[Channel, list[str]] = {}
         """Buffers of messages, which use them until they are awaited."""
         self.read = HOME
-        """The bundle of the last compute, whose gradients use it until they are added."""
+        """The block of the last compute, whose gradients use it until they are added."""
         self.computed = 0
         """The number of steps up to the last compute."""
         self.last: dict[str, int] = {}
@@ -156,21 +156,21 @@ class _Binder:
         match action:
             case Compute():
                 is_last = action == self.last_computes[action.source]
-                return AttendStep(action, self.rows[action.buffer], is_last)
-            case Accumulate(buffer=buffer) if buffer == KEPT:
-                return TakeIn(action, ((KEPT, None),))
+                return ComputeStep(action, self.rows[action.buffer], is_last)
+            case Accumulate(buffer=buffer) if buffer == OWN_SHARE:
+                return KeepStep(action, ((OWN_SHARE, None),))
             case Accumulate():
                 sums = self.room(action.buffer, action.rows, fresh=action.first)
                 total = None if action.into is None else self.room(action.into, action.rows, fresh=True)
-                return Collect(action, sums, total)
+                return AccumulateStep(action, sums, total)
             case Add():
                 others = self.rows[action.other]
                 sums = self.room(action.buffer, action.rows, fresh=action.first)
                 places = None if others is None or others == action.rows else relative_to(action.rows, others)
-                return Join(action, sums, places)
+                return AddStep(action, sums, places)
             case Return():
-                came = (buffer for buffer in action.buffers if buffer != KEPT)
-                return TakeIn(action, tuple((buffer, self.rows[buffer]) for buffer in came))
+                came = (buffer for buffer in action.buffers if buffer != OWN_SHARE)
+                return KeepStep(action, tuple((buffer, self.rows[buffer]) for buffer in came))
         assert isinstance(action, (Wait, Pack, Unpack))
         return action
 

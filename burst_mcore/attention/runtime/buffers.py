@@ -73,9 +73,9 @@ class Lease:
         self._lent.pop(id(tensor), None)
         return tensor
 
-    def free(self, bundle: Sequence[Tensor]) -> None:
+    def free(self, block: Sequence[Tensor]) -> None:
         """Give tensors back before the end."""
-        for tensor in bundle:
+        for tensor in block:
             if id(tensor) in self._lent:
                 _POOL.give(*self._lent.pop(id(tensor)))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,12 +32,12 @@ from burst_mcore.attention.schedule.actions import (
 )
 from burst_mcore.attention.schedule.route import Route, communicator_of, program
 
-Bundle = tuple[Tensor, ...]
-OnCompute = Callable[[Compute, Bundle, Rows | None, bool], None]
-OnAccumulate = Callable[[Bundle, Rows | None, bool, Bundle | None], None]
-OnKeep = Callable[[Bundle | None, Rows | None], None]
-New = Callable[[Kind, Rows | None], Bundle]
-Free = Callable[[Bundle], None]
+Buffer = tuple[Tensor, ...]
+OnCompute = Callable[[Compute, Buffer, Rows | None, bool], None]
+OnAccumulate = Callable[[Buffer, Rows | None, bool, Buffer | None], None]
+OnKeep = Callable[[Buffer | None, Rows | None], None]
+New = Callable[[Kind, Rows | None], Buffer]
+Free = Callable[[Buffer], None]
 
 
 class MessageWork(Protocol):
@@ -46,7 +47,7 @@ class MessageWork(Protocol):
 
 
 class Transport(Protocol):
-    """Carries bundles between the ranks of one ring."""
+    """Carries blocks between the ranks of one ring."""
 
     abandoned: list[object]
     """Messages and buffers of passes that failed: the network may still write there."""
@@ -54,11 +55,11 @@ class Transport(Protocol):
     def connect(self, pass_: Pass) -> None:
         """Get ready for a pass; every rank does, also one that will send and receive nothing."""
 
-    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[MessageWork]:
+    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]) -> Sequence[MessageWork]:
         """Start all messages as one batch."""
 
 
-class ProcessGroups:
+class GroupTransport:
     """Messages over torch.distributed: on CUDA a wait holds back the current stream, never the host."""
 
     _TAGS = tuple(Kind)
@@ -70,13 +71,13 @@ class ProcessGroups:
         self._first_tag = 0
         self.abandoned = [] if topology.communicators is None else topology.communicators.abandoned
 
-    def labelled(self, label: int) -> ProcessGroups:
+    def labelled(self, label: int) -> GroupTransport:
         """Return the transport of one call: gloo matches no message of it with one of another label.
 
         gloo ends the process when a message is longer than the buffer that awaits it, as those of different
         calls may be.
         """
-        transport = ProcessGroups.__new__(ProcessGroups)
+        transport = GroupTransport.__new__(GroupTransport)
         vars(transport).update(vars(self), _first_tag=label % 2**21 * 2**9)
         return transport
 
@@ -84,7 +85,7 @@ class ProcessGroups:
         """Return whether `connect` has nothing left to make for these passes."""
         return self._connected.issuperset(passes)
 
-    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Bundle]]) -> Sequence[MessageWork]:
+    def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]) -> Sequence[MessageWork]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
         first_tag = self._first_tag + 64 * self._TAGS.index(channel.kind)
@@ -97,8 +98,8 @@ class ProcessGroups:
                     group_peer=place[action.peer],
                     tag=first_tag + index,
                 )
-                for action, bundle in messages
-                for index, tensor in enumerate(bundle)
+                for action, block in messages
+                for index, tensor in enumerate(block)
             ]
         )
 
@@ -123,14 +124,14 @@ class ProcessGroups:
         return self._carriers[key]
 
 
-def transport_of(topology: Topology, route: Route, max_ctas: int) -> ProcessGroups:
+def transport_of(topology: Topology, route: Route, max_ctas: int) -> GroupTransport:
     """Return the transport of a route over the process groups of a topology, made at its first call."""
     if topology.communicators is None:
-        return ProcessGroups(topology, route, max_ctas)
+        return GroupTransport(topology, route, max_ctas)
     transports, key = topology.communicators.transports, (topology.intra_size, route, max_ctas)
     if key not in transports:
-        transports[key] = ProcessGroups(topology, route, max_ctas)
-    transport: ProcessGroups = transports[key]
+        transports[key] = GroupTransport(topology, route, max_ctas)
+    transport: GroupTransport = transports[key]
     return transport
 
 
@@ -144,43 +145,46 @@ def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
 class Exchange(Protocol):
     """One kind of message in a head group: an all-to-all."""
 
-    def pack(self, action: Pack) -> Bundle:
+    def pack(self, action: Pack) -> Buffer:
         """Return the share of a member, contiguous."""
 
-    def empty(self) -> Bundle:
+    def empty(self) -> Buffer:
         """Return room for the share that comes from another member."""
 
-    def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
+    def unpack(self, action: Unpack, parcel: Buffer | None) -> None:
         """Copy the share of a member to its place; None stands for this rank's own share."""
 
 
-class Ring:
-    """The buffers of one pass over the ring and the execution of its program.
+class Executor:
+    """The buffers of one pass and the execution of its program: over a ring, or a direct exchange.
 
     Args:
         rank: this rank's number in the ring, for error messages.
-        home: the rank's own bundle, read only; contiguous tensors.
-        new: makes an uninitialised buffer for some rows (None: all), of a bundle (DATA), of a travelling
+        home: the rank's own block, read only; contiguous tensors.
+        new: makes an uninitialised buffer for some rows (None: all), of a block (DATA), of a rotating
             gradient (SUM) or of a complete one (TOTAL).
         free: takes back a buffer that is not needed any more.
         exchanges: by kind of message, if heads are shared.
+        total_dtype: of complete sums (TOTAL).
     """
 
     def __init__(
         self,
         transport: Transport,
         rank: int,
-        home: Bundle,
+        home: Buffer,
         new: New,
         free: Free,
         exchanges: Mapping[Kind, Exchange] | None = None,
+        total_dtype: torch.dtype | None = None,
     ) -> None:
         self._transport = transport
         self._rank = rank
         self._new, self._free = new, free
         self._exchanges = exchanges or {}
-        self._buffers: dict[str, Bundle] = {HOME: home}
-        self._under_way: dict[Channel, tuple[list[Action], list[MessageWork], list[Bundle]]] = {}
+        self._total_dtype = total_dtype
+        self._buffers: dict[str, Buffer] = {HOME: home}
+        self._under_way: dict[Channel, tuple[list[Action], list[MessageWork], list[Buffer]]] = {}
 
     def run(
         self,
@@ -191,10 +195,10 @@ class Ring:
     ) -> None:
         """Carry out the steps of a program.
 
-        compute(action, bundle, rows, is_last) attends to a bundle of these rows; is_last: no later compute
-        meets a bundle of the same ring rank. Then, while the bundle is still in its buffer,
+        compute(action, block, rows, is_last) attends to a block of these rows; is_last: no later compute
+        meets a block of the same ring rank. Then, while the block is still in its buffer,
         accumulate(sums, rows, first, total) adds its gradients to the rotating sums, or sets them if `first`.
-        With `total` the sums are complete, and go there. Gradients of the rank's own bundle go to
+        With `total` the sums are complete, and go there. Gradients of the rank's own block go to
         keep(sums, rows): the sums of others that came home, or None after the compute of the own share.
 
         Raises:
@@ -217,21 +221,21 @@ class Ring:
             raise
         self._buffers.clear()  # before results, which need room as well
 
-    def _attend(self, step: binding.AttendStep) -> None:
+    def _compute_step(self, step: binding.ComputeStep) -> None:
         self._compute(step.action, self._buffers[step.action.buffer], step.rows, step.is_last)
 
-    def _collect(self, step: binding.Collect) -> None:
+    def _accumulate_step(self, step: binding.AccumulateStep) -> None:
         assert self._accumulate is not None
         sums = self._room(step.sums)
         total = None if step.total is None else self._total(step.total, sums)
         self._accumulate(sums, step.sums.rows, step.action.first, None if total is sums else total)
 
-    def _take_in(self, step: binding.TakeIn) -> None:
+    def _keep_step(self, step: binding.KeepStep) -> None:
         assert self._keep_own is not None
         for buffer, rows in step.sums:
             self._keep_own(self._buffers.get(buffer), rows)
 
-    def _join(self, step: binding.Join) -> None:
+    def _add_step(self, step: binding.AddStep) -> None:
         first, others = step.action.first, self._buffers[step.action.other]
         sums = self._total(step.sums, others) if step.sums.kind == Kind.TOTAL else self._room(step.sums)
         if sums is others:
@@ -250,16 +254,14 @@ class Ring:
     def _unpack(self, action: Unpack) -> None:
         self._exchanges[action.kind].unpack(action, self._buffers.get(action.buffer))
 
-    def _total(self, room: binding.Room, sums: Bundle) -> Bundle:
+    def _total(self, room: binding.Room, sums: Buffer) -> Buffer:
         """Return a buffer for complete sums: themselves, if they have the dtype in which they go home."""
-        total = self._room(room)
-        if total[0].dtype != sums[0].dtype:
-            return total
-        self._free(total)
+        if sums[0].dtype != self._total_dtype:
+            return self._room(room)
         self._buffers[room.name] = sums
         return sums
 
-    def _room(self, room: binding.Room) -> Bundle:
+    def _room(self, room: binding.Room) -> Buffer:
         """Return a buffer with room for its rows: with what it held, or uninitialised."""
         if room.held:
             return self._buffers[room.name]
@@ -274,23 +276,23 @@ class Ring:
         return new
 
     def _drop(self, step: binding.Drop) -> None:
-        bundle = self._buffers.pop(step.buffer, ())  # the own share of a group has none
-        if all([bundle is not other for other in self._buffers.values()]):
-            self._free(bundle)
+        block = self._buffers.pop(step.buffer, ())  # the own share of a group has none
+        if all([block is not other for other in self._buffers.values()]):
+            self._free(block)
 
     def _post(self, step: binding.Post) -> None:
         messages, copies = [], []
         for action, room, cut in step.parcels:
             if room is not None:
-                bundle = self._room(room)
+                block = self._room(room)
             elif isinstance(action, Recv):
-                bundle = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty()
+                block = self._buffers[action.buffer] = self._exchanges[step.channel.kind].empty()
             elif cut is None:
-                bundle = self._buffers[action.buffer]
+                block = self._buffers[action.buffer]
             else:
-                bundle = tuple([gather(x, cut).contiguous() for x in self._buffers[action.buffer]])
-                copies.append(bundle)  # they live until the hop is awaited
-            messages.append((action, bundle))
+                block = tuple([gather(x, cut).contiguous() for x in self._buffers[action.buffer]])
+                copies.append(block)  # they live until the hop is awaited
+            messages.append((action, block))
         try:
             works = self._transport.post(step.channel, messages)
         except RuntimeError as error:
@@ -321,10 +323,10 @@ class Ring:
 
     _CARRY_OUT: ClassVar[dict[type, Callable[..., None]]] = {
         binding.Post: _post,
-        binding.AttendStep: _attend,
-        binding.Collect: _collect,
-        binding.TakeIn: _take_in,
-        binding.Join: _join,
+        binding.ComputeStep: _compute_step,
+        binding.AccumulateStep: _accumulate_step,
+        binding.KeepStep: _keep_step,
+        binding.AddStep: _add_step,
         Wait: _wait,
         Pack: _pack,
         Unpack: _unpack,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, axis
 from burst_mcore.attention.runtime.buffers import Lease
-from burst_mcore.attention.runtime.executor import Bundle
+from burst_mcore.attention.runtime.executor import Buffer
 from burst_mcore.attention.schedule.actions import Pack, Unpack
 from burst_mcore.attention.schedule.heads import share_of_heads
 
@@ -31,32 +31,32 @@ class HeadGroup:
     def size(self) -> int:
         return len(self.rows)
 
-    def share(self, bundle: Bundle, member: int) -> Bundle:
+    def share(self, block: Buffer, member: int) -> Buffer:
         """Return views of these tensors with the heads that a member attends with."""
-        heads = (share_of_heads(_heads(x), member, self.size) for x in bundle)
+        heads = (share_of_heads(_heads(x), member, self.size) for x in block)
         return tuple(
-            x.narrow(_heads_axis(x), share.start, len(share)) for x, share in zip(bundle, heads, strict=True)
+            x.narrow(_heads_axis(x), share.start, len(share)) for x, share in zip(block, heads, strict=True)
         )
 
 
 class Inward:
     """Own rows of all heads -> pooled rows of own heads."""
 
-    def __init__(self, group: HeadGroup, own: Bundle, pooled: Bundle, lease: Lease) -> None:
+    def __init__(self, group: HeadGroup, own: Buffer, pooled: Buffer, lease: Lease) -> None:
         self._group, self._own, self._lease = group, own, lease
         self.pooled = pooled
 
-    def pack(self, action: Pack) -> Bundle:
+    def pack(self, action: Pack) -> Buffer:
         pieces = self._group.share(self._own, action.member)
         parcel = self.empty()
         for to, piece in zip(_opened(parcel, pieces), pieces, strict=True):
             to.copy_(piece)
         return parcel
 
-    def empty(self) -> Bundle:
+    def empty(self) -> Buffer:
         return _parcel(self._group.share(self._own, self._group.member), self._lease)
 
-    def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
+    def unpack(self, action: Unpack, parcel: Buffer | None) -> None:
         pieces = self._group.share(self._own, self._group.member)
         for pooled, piece in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             start = 0
@@ -70,16 +70,16 @@ class Outward:
 
     Args:
         results: a function that writes some rows of the pooled results, complete, to tensors of any dtypes.
-        own: the tensors that results go to; zeros where shares add up. Results travel in their dtype.
+        own: the tensors that results go to; zeros where shares add up. Results rotate in their dtype.
     """
 
     def __init__(
-        self, group: HeadGroup, results: Callable[[range, Bundle], None], own: Bundle, lease: Lease
+        self, group: HeadGroup, results: Callable[[range, Buffer], None], own: Buffer, lease: Lease
     ) -> None:
         self._group, self._results, self._lease = group, results, lease
         self.own = own
 
-    def pack(self, action: Pack | Unpack) -> Bundle:
+    def pack(self, action: Pack | Unpack) -> Buffer:
         parcel = self.empty()
         pieces, start = _opened(parcel, self._group.share(self.own, action.member)), 0
         for rows in self._group.rows[action.member]:
@@ -87,10 +87,10 @@ class Outward:
             start += len(rows)
         return parcel
 
-    def empty(self) -> Bundle:
+    def empty(self) -> Buffer:
         return _parcel(self._group.share(self.own, self._group.member), self._lease)
 
-    def unpack(self, action: Unpack, parcel: Bundle | None) -> None:
+    def unpack(self, action: Unpack, parcel: Buffer | None) -> None:
         places = self._group.share(self.own, action.member)
         pieces = _opened(parcel or self.pack(action), places)
         for own, to, piece in zip(self.own, places, pieces, strict=True):
@@ -100,13 +100,13 @@ class Outward:
                 to.copy_(piece)
 
 
-def _parcel(pieces: Bundle, lease: Lease) -> Bundle:
+def _parcel(pieces: Buffer, lease: Lease) -> Buffer:
     """Return room for these tensors, uninitialised, as one message of bytes."""
     size = sum(x.numel() * x.itemsize for x in pieces)
     return (lease.empty((size,), torch.uint8, pieces[0].device),)
 
 
-def _opened(parcel: Bundle, like: Bundle) -> Bundle:
+def _opened(parcel: Buffer, like: Buffer) -> Buffer:
     """Return the tensors in a parcel. The widest dtypes come first, so that all are aligned."""
     (whole,), start = parcel, 0
     tensors: dict[int, Tensor] = {}

@@ -12,16 +12,18 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, Self
 from burst_mcore.attention.schedule.carried import Carried, T
 
 HOME = "home"
-"""The rank's own bundle: never written."""
+"""The rank's own block: never written."""
 PARTIAL = "partial"
 """The buffer in which the sum of the nodes before arrives."""
 
-KEPT = "kept"
-"""The rank's own share of the gradient of its own bundle: it never travels."""
+OWN_SHARE = "kept"
+"""The rank's own share of the gradient of its own block: it never rotates."""
+SUM = "sum"
+"""The first part of the names of buffers in which gradients of rotating blocks are summed."""
 HOME_SUM = "sum home"
 """The buffer that sums the shares of other ranks which come straight back."""
 TOTAL, HOME_TOTAL = "total", "total home"
-"""The buffers of sums on their last hop: of another rank's bundle on its way home, and of the rank's own."""
+"""The buffers of sums on their last hop: of another rank's block on its way home, and of the rank's own."""
 
 
 class _Word(StrEnum):
@@ -35,14 +37,14 @@ class _Word(StrEnum):
 
 
 class Pass(_Word):
-    """A pass over the ring: forward, or a backward, named after the side that travels."""
+    """A pass over the ring: forward, or a backward, named after the side that rotates."""
 
     FORWARD = "forward"
-    """K and V travel, and nothing follows (paper algorithm 4)."""
+    """K and V rotate, and nothing follows (paper algorithm 4)."""
     KV = "kv"
-    """K and V travel, dK and dV follow (paper algorithm 1, RingAttention)."""
+    """K and V rotate, dK and dV follow (paper algorithm 1, RingAttention)."""
     QUERY = "query"
-    """Q, dO, D and LSE travel, dQ follows (paper algorithm 2, BurstAttention)."""
+    """Q, dO, D and LSE rotate, dQ follows (paper algorithm 2, BurstAttention)."""
 
 
 class Link(_Word):
@@ -62,22 +64,22 @@ class Kind(_Word):
     """The contents of a message."""
 
     DATA = "data"
-    """A travelling bundle."""
+    """A block that rotates: of queries, or of keys and values."""
     GRADIENT = "gradient"
-    """The sum of gradients that follows a bundle."""
+    """The sum of gradients that follows a block."""
     TOTAL = "total"
-    """The sum of all shares but the owner's on its last hop, rounded to the dtype that is returned."""
-    BUNDLE = "bundle"
-    """Into the head group: the bundle that will travel."""
-    ROWS = "rows"
+    """The sum of all shares but the owner's on its last ring step, rounded to the dtype that is returned."""
+    ROTATING_IN = "rotating in"
+    """Into the head group: the block that will rotate."""
+    STAYING_IN = "staying in"
     """Into the head group: the rows that stay."""
-    RESULT = "result"
+    STAYING_OUT = "staying out"
     """Out of the head group: the results of the rows that stay."""
-    SUM = "sum"
-    """Out of the head group: the gradient of the bundle that travelled."""
+    ROTATING_OUT = "rotating out"
+    """Out of the head group: the gradient of the block that rotated."""
 
 
-COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.RESULT, Kind.SUM)
+COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.STAYING_OUT, Kind.ROTATING_OUT)
 """Kinds of messages whose contents must be computed first; the others can be sent at once."""
 
 
@@ -135,9 +137,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Attend rows that stay to the bundle of position `source`, which lies in `buffer`.
+    """Attend rows that stay to the block of ring rank `source`, which lies in `buffer`.
 
-    These are the position's own rows; with `part`, those of one member of the head group.
+    These are the ring rank's own rows; with `part`, those of one member of the head group.
     """
 
     step: int
@@ -153,7 +155,7 @@ class Compute:
 class Accumulate(Generic[T]):
     """Add the gradients of the last Compute to the sum in `buffer`; the `first` share is set.
 
-    Afterwards the buffer holds `rows`. The bundle that was computed is still in place: a kernel that adds to
+    Afterwards the buffer holds `rows`. The block that was computed is still in place: a kernel that adds to
     the sum itself reads it once more.
     """
 
@@ -173,7 +175,7 @@ class Accumulate(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Add(Generic[T]):
-    """Add the sum in `other`, of the same bundle, to the sum in `buffer`; if `first`, set it.
+    """Add the sum in `other`, of the same block, to the sum in `buffer`; if `first`, set it.
 
     Afterwards the buffer holds `rows`.
     """
@@ -190,7 +192,7 @@ class Add(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The gradient of the rank's own bundle is the sum of these buffers; none: nobody reads the bundle."""
+    """The gradient of the rank's own block is the sum of these buffers; none: nobody reads the block."""
 
     step: int
     buffers: tuple[str, ...]

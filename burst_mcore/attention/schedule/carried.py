@@ -1,9 +1,9 @@
-"""The rows that each hop carries: of a bundle those read further on, of a gradient those read so far.
+"""The rows that each hop carries: of a block those read further on, of a gradient those read so far.
 
-A bundle goes round by round. In round i it visits node i of its way, and there place after place. Its owner
-is at round 0, place 0. What the owner reads itself travels nowhere, and its gradient stays with it. The
-writers of programs ask a `Hops` at every hop. It answers all rows, `OfPosition` the rows for one position,
-`burst_plan.simulate.counted.OfAll` their number for all positions at once.
+A block goes round by round. In round i it visits node i of its way, and there place after place. Its owner
+is at round 0, place 0. What the owner reads itself rotates nowhere, and its gradient stays with it. The
+writers of programs ask a `Hops` at every hop. It answers all rows, `OfRingRank` the rows for one ring rank,
+`burst_plan.simulate.counted.OfAll` their number for all ring ranks at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from burst_mcore.attention.geometry.rows import Rows, union
 
 T = TypeVar("T", default=range)
 Carried = tuple[T, ...] | None
-"""The rows of a bundle that an action takes, None for all: ranges (`Rows`) in the program of a rank. In the
+"""The rows of a block that an action takes, None for all: ranges (`Rows`) in the program of a rank. In the
 program of all ranks at once T is `burst_plan.simulate.counted.Counted`, the number of these rows."""
 
 
@@ -30,18 +30,18 @@ def nothing(carried: Carried[T]) -> bool:
 
 
 class Hops(Generic[T]):
-    """The rows that a position, or every position, must send, receive and compute: here, all of them."""
+    """The rows that a ring rank, or every ring rank, must send, receive and compute: here, all of them."""
 
     def reads(self, owner: int) -> bool:
-        """Return whether the position reads the bundle of `owner`."""
+        """Return whether the ring rank reads the block of `owner`."""
         return True
 
     def owners(self, size: int) -> Iterable[int]:
-        """Return the positions, of `size`, whose bundles the position reads."""
+        """Return the ring ranks, of `size`, whose blocks the ring rank reads."""
         return range(size)
 
     def readers(self, size: int) -> Iterable[int]:
-        """Return the positions that read the position's own bundle."""
+        """Return the ring ranks that read the ring rank's own block."""
         return range(size)
 
     def between(self, owner: int, reader: int) -> Carried[T]:
@@ -83,7 +83,7 @@ class Itinerary:
 
     The place of its owner does not count.
 
-    turn: 1 if bundles go to higher positions, -1 if they go to lower ones.
+    turn: 1 if blocks go to higher ring ranks, -1 if they go to lower ones.
 
     Attributes:
         first, last: [segments, rounds]: the first and last place of a reader; `intra` and -1 if none.
@@ -117,13 +117,13 @@ class Itinerary:
         return self.intra - (visited * place.flip(0)).amax(2), (visited * place).amax(2) - 1
 
 
-class OfPosition(Hops[range]):
-    """Hops of one position, as rows."""
+class OfRingRank(Hops[range]):
+    """Hops of one ring rank, as rows."""
 
-    def __init__(self, reading: Reading, position: int, itinerary: Itinerary | None = None) -> None:
+    def __init__(self, reading: Reading, ring_rank: int, itinerary: Itinerary | None = None) -> None:
         self._reading, self._itinerary = reading, itinerary
-        self._meets, self._position = reading.meets, position
-        self._reads = dict.fromkeys(reading.meets[:, position].nonzero().flatten().tolist())
+        self._meets, self._ring_rank = reading.meets, ring_rank
+        self._reads = dict.fromkeys(reading.meets[:, ring_rank].nonzero().flatten().tolist())
         self._columns: dict[tuple[str, int, int], list[int]] = {}
 
     def reads(self, owner: int) -> bool:
@@ -133,7 +133,7 @@ class OfPosition(Hops[range]):
         return self._reads
 
     def readers(self, size: int) -> Iterable[int]:
-        readers: list[int] = self._meets[self._position].nonzero().flatten().tolist()
+        readers: list[int] = self._meets[self._ring_rank].nonzero().flatten().tolist()
         return readers
 
     def between(self, owner: int, reader: int) -> Carried:

@@ -11,8 +11,9 @@ from typing import Generic
 from burst_mcore.attention.schedule.actions import (
     HOME,
     HOME_SUM,
-    KEPT,
+    OWN_SHARE,
     PARTIAL,
+    SUM,
     Accumulate,
     Action,
     Add,
@@ -29,27 +30,27 @@ from burst_mcore.attention.schedule.actions import (
 from burst_mcore.attention.schedule.carried import Carried, Hops, T, nothing
 
 
-def direct(position: int, size: int, *, gradients: bool, hops: Hops[T] = Hops()) -> Program[T]:
+def direct(ring_rank: int, size: int, *, gradients: bool, hops: Hops[T] = Hops()) -> Program[T]:
     """Return a program in which rows arrive, and gradients leave, while rows that came before are computed.
 
-    Bundles are read in the order of the distance to their owners, so that at any time all positions send the
-    same way. Positions that are not read, or do not read, are passed over.
+    Blocks are read in the order of the distance to their owners, so that at any time all ring ranks send the
+    same way. Ring ranks that are not read, or do not read, are passed over.
 
     Args:
-        position: the position, of `size`, whose program is returned.
+        ring_rank: the ring rank, of `size`, whose program is returned.
         gradients: whether gradients go back.
         hops: who reads which rows.
     """
-    return tuple(_Position(position, size, hops, gradients).actions())
+    return tuple(_Writer(ring_rank, size, hops, gradients).actions())
 
 
-class _Position(Generic[T]):
-    def __init__(self, position: int, size: int, hops: Hops[T], gradients: bool) -> None:
-        self.position, self.size, self.hops, self.gradients = position, size, hops, gradients
+class _Writer(Generic[T]):
+    def __init__(self, ring_rank: int, size: int, hops: Hops[T], gradients: bool) -> None:
+        self.ring_rank, self.size, self.hops, self.gradients = ring_rank, size, hops, gradients
         owners, readers = hops.owners(size), hops.readers(size)
-        self.reads = [0, *sorted(t for owner in owners if (t := (position - owner) % size))]
-        """Distances of the owners whose bundles are read; 0, the position itself, comes first."""
-        self.read_by = {t for reader in readers if (t := (reader - position) % size)}
+        self.reads = [0, *sorted(t for owner in owners if (t := (ring_rank - owner) % size))]
+        """Distances of the owners whose blocks are read; 0, the ring rank itself, comes first."""
+        self.read_by = {t for reader in readers if (t := (reader - ring_rank) % size)}
         """Distances of the readers."""
         self.coming: list[tuple[int, str | None]] = []
         """Gradients under way: (distance, buffer in which one arrives)."""
@@ -57,24 +58,24 @@ class _Position(Generic[T]):
         """The rows of the sum of the others' shares."""
 
     def before(self, t: int) -> int:
-        return (self.position - t) % self.size
+        return (self.ring_rank - t) % self.size
 
     def after(self, t: int) -> int:
-        return (self.position + t) % self.size
+        return (self.ring_rank + t) % self.size
 
     def fetched(self, t: int) -> Carried[T]:
-        """Return the rows that the position reads over distance t."""
-        return self.hops.between(self.before(t), self.position)
+        """Return the rows that the ring rank reads over distance t."""
+        return self.hops.between(self.before(t), self.ring_rank)
 
     def lent(self, t: int) -> Carried[T]:
-        """Return the rows that the position at distance t reads."""
-        return self.hops.between(self.position, self.after(t))
+        """Return the rows that the ring rank at distance t reads."""
+        return self.hops.between(self.ring_rank, self.after(t))
 
     def actions(self) -> Iterator[Action[T]]:
         following = [*self.reads[1:], self.size - 1]
         meets = sorted({*self.reads[1:], *self.read_by})
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
-            hops = [u for u in meets if t < u <= upto]  # in flight while the bundle of distance t is computed
+            hops = [u for u in meets if t < u <= upto]  # in flight while the block of distance t is computed
             for u in hops:
                 yield from self.fetch(t, u, f"{Kind.DATA}{(i + 1) % 2}")  # two buffers: computed, arriving
             yield Compute(t, self.before(t), f"{Kind.DATA}{i % 2}" if t else HOME)
@@ -86,8 +87,8 @@ class _Position(Generic[T]):
                     yield from self.exchange(t, u, None)
         if self.gradients:
             yield from self.take_in(self.size)
-            kept, came = self.hops.reads(self.position), not nothing(self.summed)
-            yield Return(self.size, (KEPT,) * kept + (HOME_SUM,) * came)
+            kept, came = self.hops.reads(self.ring_rank), not nothing(self.summed)
+            yield Return(self.size, (OWN_SHARE,) * kept + (HOME_SUM,) * came)
 
     def fetch(self, step: int, u: int, into: str) -> Iterator[Action[T]]:
         """Start the messages over distance u."""
@@ -98,12 +99,12 @@ class _Position(Generic[T]):
             yield Send(step, channel, HOME, self.after(u), self.lent(u))
 
     def give_back(self, i: int, t: int) -> Iterator[Action[T]]:
-        """Sum the gradients of the bundle just computed, and send them home."""
+        """Sum the gradients of the block just computed, and send them home."""
         if t == 0:
-            if self.hops.reads(self.position):
-                yield Accumulate(t, self.position, KEPT, first=True, rows=self.fetched(0))
+            if self.hops.reads(self.ring_rank):
+                yield Accumulate(t, self.ring_rank, OWN_SHARE, first=True, rows=self.fetched(0))
             return
-        share = f"{Kind.SUM}{i % 2}"
+        share = f"{SUM}{i % 2}"
         yield Accumulate(t, self.before(t), share, first=True, rows=self.fetched(t))
         yield from self.take_in(t)
         yield from self.exchange(t, t, share)

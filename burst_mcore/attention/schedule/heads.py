@@ -43,13 +43,13 @@ def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
 
 
 class Moves(NamedTuple):
-    """Which bundles, rows and gradients a pass moves."""
+    """Which blocks, rows and gradients a pass moves."""
 
     title: str
     gradients: bool
-    """Gradients follow the bundle."""
-    bundle: bool
-    """The travelling bundle first comes through the head group."""
+    """Gradients follow the block."""
+    block: bool
+    """The rotating block first comes through the head group."""
     rows: bool
     """The rows that stay come through the head group, too."""
 
@@ -63,18 +63,18 @@ def with_heads(
     by_part: bool,
     leaving: Mapping[int, Carried[T]] | None = None,
 ) -> Program[T]:
-    """Put the all-to-all of a head group around the ring of the position that its members share.
+    """Put the all-to-all of a head group around the ring of the ring rank that its members share.
 
-    The travelling bundle comes first, in whole, so that the ring can start. The rows that stay come from two
+    The rotating block comes first, in whole, so that the ring can start. The rows that stay come from two
     members at a time and are computed as they come (own first), while the ring makes its first hop. In the
     last step the rows are computed member by member (own last). The results of two members leave for them
-    while the next are computed. The gradient that followed the bundle leaves in whole, at the very end.
+    while the next are computed. The gradient that followed the block leaves in whole, at the very end.
 
     Args:
-        ring: the program of the position, between positions.
+        ring: the program of the ring rank, between ring ranks.
         rank: this rank.
         placement: the ranks of each head group.
-        moves: the bundles, rows and gradients of the pass.
+        moves: the blocks, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
         leaving: the steps after which results leave, and how many rows of them; default the last, all.
     """
@@ -95,7 +95,7 @@ class _Member(Generic[T]):
     ) -> None:
         self.ring, self.placement, self.moves = ring, placement, moves
         self.by_part, self.leaving = by_part, leaving
-        self.position, self.member = placement.position(rank), placement.member(rank)
+        self.ring_rank, self.member = placement.ring_rank(rank), placement.member(rank)
         size = self.size = placement.heads
         self.posted: set[Channel] = set()
         """Channels with something to wait for."""
@@ -105,10 +105,10 @@ class _Member(Generic[T]):
         That word would otherwise queue behind all that it sends to the same member."""
 
     def actions(self) -> Iterator[Action[T]]:
-        for kind in (Kind.BUNDLE,) * self.moves.bundle + (Kind.ROWS,) * self.moves.rows:
+        for kind in (Kind.ROTATING_IN,) * self.moves.block + (Kind.STAYING_IN,) * self.moves.rows:
             yield from self.leave(0, kind)
-        if self.moves.bundle:
-            yield from self.arrive(0, Kind.BUNDLE)
+        if self.moves.block:
+            yield from self.arrive(0, Kind.ROTATING_IN)
         for action in self.ring:
             if isinstance(action, Compute):
                 yield from self.compute(action)
@@ -118,8 +118,8 @@ class _Member(Generic[T]):
                 yield action
         step = self.ring[-1].step
         if self.moves.gradients:
-            yield from self.leave(step, Kind.SUM)
-        for kind in (Kind.RESULT,) + (Kind.SUM,) * self.moves.gradients:
+            yield from self.leave(step, Kind.ROTATING_OUT)
+        for kind in (Kind.STAYING_OUT,) + (Kind.ROTATING_OUT,) * self.moves.gradients:
             yield from self.arrive(step, kind)
 
     def compute(self, action: Compute) -> Iterator[Action[T]]:
@@ -128,19 +128,19 @@ class _Member(Generic[T]):
             yield from self.compute_by_part(action, entering, leaving)
             return
         if entering:
-            yield from self.arrive(action.step, Kind.ROWS)
+            yield from self.arrive(action.step, Kind.STAYING_IN)
         yield action
         if leaving:
-            yield from self.leave(action.step, Kind.RESULT)
+            yield from self.leave(action.step, Kind.STAYING_OUT)
 
     def compute_by_part(self, action: Compute, entering: bool, leaving: bool) -> Iterator[Action[T]]:
         for shifts in ([0], *self.shifts) if entering else (*self.shifts, [0]):
             for shift in shifts:
                 if entering:
-                    yield from self.arrive_from(action.step, Kind.ROWS, shift)
+                    yield from self.arrive_from(action.step, Kind.STAYING_IN, shift)
                 yield replace(action, part=self.after(-shift))
             if leaving and shifts != [0]:
-                yield from self.exchange(action.step, Kind.RESULT, shifts)
+                yield from self.exchange(action.step, Kind.STAYING_OUT, shifts)
 
     def leave(self, step: int, kind: Kind) -> Iterator[Action[T]]:
         """Exchange with all other members."""
@@ -154,7 +154,7 @@ class _Member(Generic[T]):
 
     def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action[T]]:
         """Send to the members at these shifts, receive from the members at the opposite ones."""
-        rows = self.leaving[step] if kind == Kind.RESULT else None  # of a send, for the cost model
+        rows = self.leaving[step] if kind == Kind.STAYING_OUT else None  # of a send, for the cost model
         for member in map(self.after, shifts):
             yield Pack(step, kind, f"{kind}.to{member}", member)
         for shift in shifts:
@@ -175,7 +175,7 @@ class _Member(Generic[T]):
 
     def peer(self, member: int) -> int:
         """Return the rank of a member."""
-        return self.placement.rank(self.position, member)
+        return self.placement.rank(self.ring_rank, member)
 
     def after(self, shift: int) -> int:
         """Return the member at a shift."""

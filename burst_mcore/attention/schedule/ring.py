@@ -1,4 +1,4 @@
-"""The program of one position on a ring, or on a double ring; and the same without overlap."""
+"""The program of one ring rank on a ring, or on a double ring; and the same without overlap."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
     HOME,
     HOME_TOTAL,
-    KEPT,
+    OWN_SHARE,
     PARTIAL,
+    SUM,
     TOTAL,
     Accumulate,
     Action,
@@ -34,50 +35,50 @@ _INTRA_GRADIENT, _INTER_GRADIENT = Channel(Link.INTRA, Kind.GRADIENT), Channel(L
 
 
 def double_ring(
-    position: int, nodes: int, intra: int, *, gradients: bool, hops: Hops[T] = Hops(), turn: int = 1
+    ring_rank: int, nodes: int, intra: int, *, gradients: bool, hops: Hops[T] = Hops(), turn: int = 1
 ) -> Program[T]:
-    """Overlapped rings over nodes x intra positions (paper appendix, algorithms 1 and 2, corrected).
+    """Overlapped rings over nodes x intra ring ranks (paper appendix, algorithms 1 and 2, corrected).
 
-    Data: the first bundle of a round travels to the next node during the round. The bundle of step j + 1
-    travels within the node while step j is computed.
+    Data: the first block of a round rotates to the next node during the round. The block of step j + 1
+    rotates within the node while step j is computed.
 
-    Gradients: the owner keeps its own share. Within a round a sum starts with the bundle and follows it. It
-    is complete for this node one position before the place where the bundle came in. There the sum of the
-    nodes before is added, and the total leaves for the next node. Bundles of the own node, but for each
+    Gradients: the owner keeps its own share. Within a round a sum starts with the block and follows it. It
+    is complete for this node one ring rank before the place where the block came in. There the sum of the
+    nodes before is added, and the total leaves for the next node. Blocks of the own node, but for each
     rank's own, come last (`visits`). The total of the other nodes comes back meanwhile, and meets the own
     node's sum. One hop within the node brings it home in the dtype that is returned: only the owner's share
     is added.
 
     Args:
-        position: the position, of nodes * intra, whose program is returned.
-        gradients: whether gradients follow the bundles.
+        ring_rank: the ring rank, of nodes * intra, whose program is returned.
+        gradients: whether gradients follow the blocks.
         hops: the rows that each hop carries; empty hops are left out.
-        turn: 1 if bundles go to higher positions, -1 if they go to lower ones.
+        turn: 1 if blocks go to higher ring ranks, -1 if they go to lower ones.
     """
-    return _Position(position, nodes, intra, gradients, hops, turn).program()
+    return _Writer(ring_rank, nodes, intra, gradients, hops, turn).program()
 
 
 def visits(nodes: int, intra: int, *, gradients: bool) -> list[tuple[int, range]]:
-    """Return the (round, places) of a bundle's way in the order in which positions compute."""
+    """Return the (round, places) of a block's way in the order in which ring ranks compute."""
     rounds = [(i, range(intra)) for i in range(nodes)]
     if gradients and nodes > 1 and intra > 1:
         return [(0, range(1)), *rounds[1:], (0, range(1, intra))]
     return rounds
 
 
-class _Position(Generic[T]):
-    """The writer of the program of position (m, l), round by round."""
+class _Writer(Generic[T]):
+    """The writer of the program of ring rank (m, l), round by round."""
 
     def __init__(
-        self, position: int, nodes: int, intra: int, gradients: bool, hops: Hops[T], turn: int
+        self, ring_rank: int, nodes: int, intra: int, gradients: bool, hops: Hops[T], turn: int
     ) -> None:
-        self.position, self.nodes, self.intra = position, nodes, intra
+        self.ring_rank, self.nodes, self.intra = ring_rank, nodes, intra
         self.gradients, self.hops, self.turn = gradients, hops, turn
-        self.m, self.l = divmod(position, intra)  # node m, and place l within the node
+        self.m, self.l = divmod(ring_rank, intra)  # node m, and place l within the node
         self.actions: list[Action[T]] = []
         self.step = 0
         self.start = HOME
-        """The buffer of the first bundle of the round."""
+        """The buffer of the first block of the round."""
         self.total, self.leaving = "", ""
         """The buffers of the sum that grows, and of the sum on its way to the next node."""
         self.started: set[Channel] = set()
@@ -92,10 +93,10 @@ class _Position(Generic[T]):
 
     def round(self, i: int, places: range) -> None:
         current, incoming, onward = self.start, "", places.start == 0 and i < self.nodes - 1
-        home_next = self.gradients and 0 < i == self.nodes - 1  # the bundles of the own node come next
-        # A sum or a bundle on its way between nodes is held twice, and they share a link. So the sum comes in
-        # the first half of a round, rounded up: it is the longer one. The bundle leaves then. In a last round
-        # of two places, the node's own bundle comes in the second half.
+        home_next = self.gradients and 0 < i == self.nodes - 1  # the blocks of the own node come next
+        # A sum or a block on its way between nodes is held twice, and they share a link. So the sum comes in
+        # the first half of a round, rounded up: it is the longer one. The block leaves then. In a last round
+        # of two places, the node's own block comes in the second half.
         turns = self.gradients and i > 1 and self.intra > 1 and (onward or self.intra == 2)
         early = (self.intra + 1) // 2 if turns else 0
         for j in places:
@@ -125,15 +126,15 @@ class _Position(Generic[T]):
         self.start = incoming or current
 
     def follow(self, i: int, j: int, source: int, *, starts: bool) -> None:
-        """Add this step's gradients to the sum of its bundle, which `starts` here or came; pass it on."""
+        """Add this step's gradients to the sum of its block, which `starts` here or came; pass it on."""
         if starts:
-            self.total = _free(Kind.SUM, self.leaving)
+            self.total = _free(SUM, self.leaving)
         else:
             self.wait(_INTRA_GRADIENT)
         self.accumulate(i, j, source)
         if j < self.intra - 1:
             comes, goes = (self.hops.so_far(self.held(i, at), i, j) for at in (j + 1, j))
-            following = _free(Kind.SUM, self.total, self.leaving)
+            following = _free(SUM, self.total, self.leaving)
             self.hop(_INTRA_GRADIENT, following, self.total, comes, goes)
             self.total = following
         elif i > 0 or self.intra > 1:
@@ -154,27 +155,27 @@ class _Position(Generic[T]):
     def accumulate(self, i: int, j: int, source: int) -> None:
         if not self.hops.reads(source):
             return
-        if source == self.position:
+        if source == self.ring_rank:
             own = self.hops.between(source, source)
-            self.actions.append(Accumulate(self.step, source, KEPT, first=True, rows=own))
+            self.actions.append(Accumulate(self.step, source, OWN_SHARE, first=True, rows=own))
             return
         first = nothing(self.hops.so_far(source, i, j - 1))  # no place before has added to the sum
         rows = self.hops.so_far(source, i, j)
         self.actions.append(Accumulate(self.step, source, self.total, first=first, rows=rows))
 
     def bring_home(self) -> None:
-        """Let every total make its last hop: within the node, or between nodes of one position."""
-        if self.step > 1:  # sums have gone round but for one hop: the next position owns this one's bundle
+        """Let every total make its last hop: within the node, or between nodes of one ring rank."""
+        if self.step > 1:  # sums have gone round but for one hop: the next ring rank owns this one's block
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
             owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
-            comes, goes = (self.hops.lent(each) for each in (self.position, owner))
+            comes, goes = (self.hops.lent(each) for each in (self.ring_rank, owner))
             if not nothing(goes):
                 self.complete(goes)
             self.hop(channel, HOME_TOTAL, TOTAL, comes, goes)
             self.wait(channel)
-        others = self.step > 1 and not nothing(self.hops.lent(self.position))
-        home = (KEPT,) * self.hops.reads(self.position) + (HOME_TOTAL,) * others
+        others = self.step > 1 and not nothing(self.hops.lent(self.ring_rank))
+        home = (OWN_SHARE,) * self.hops.reads(self.ring_rank) + (HOME_TOTAL,) * others
         self.actions.append(Return(self.step, home))
 
     def complete(self, rows: Carried[T]) -> None:
@@ -200,28 +201,28 @@ class _Position(Generic[T]):
             self.actions.append(Wait(self.step, channel))
 
     def held(self, i: int, j: int) -> int:
-        """Return the owner of the bundle here: as far behind as i hops between nodes and j within go."""
+        """Return the owner of the block here: as far behind as i hops between nodes and j within go."""
         return self.at(self.m - self.turn * i, self.l - self.turn * j)
 
     def at(self, node: int, local: int) -> int:
         return node % self.nodes * self.intra + local % self.intra
 
 
-def _free(kind: Kind, *taken: str) -> str:
-    """Return the first buffer of a kind that is not taken."""
-    return next(name for index in range(4) if (name := f"{kind}{index}") not in taken)
+def _free(prefix: str, *taken: str) -> str:
+    """Return the first buffer with a prefix that is not taken."""
+    return next(name for index in range(4) if (name := f"{prefix}{index}") not in taken)
 
 
 @cache
 def kind_of(buffer: str) -> Kind:
-    """Return whether a buffer holds a bundle (DATA), a sum of gradients (SUM) or a complete one (TOTAL)."""
+    """Return the content of a buffer: a block (DATA), a sum of gradients, or a complete sum (TOTAL)."""
     if buffer in (TOTAL, HOME_TOTAL):
         return Kind.TOTAL
-    return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.SUM
+    return Kind.DATA if buffer.startswith(Kind.DATA) or buffer == HOME else Kind.GRADIENT
 
 
 def at_home(program: Program) -> tuple[str, ...]:
-    """Return the buffers whose sum is the gradient of a rank's own bundle at the end of a program."""
+    """Return the buffers whose sum is the gradient of a rank's own block at the end of a program."""
     return next((action.buffers for action in program if isinstance(action, Return)), ())
 
 

@@ -1,17 +1,17 @@
 """Routes and schedules: the programs of all ranks for a pass, as data.
 
 One object is printed as a step x rank grid, verified, costed and executed. Passes (`Pass`) differ only in
-which bundle travels and whether its gradient follows.
+which block rotates and whether its gradient follows.
 
-A `Route` is M nodes of L positions. A position is a rank, or a group of ranks that share heads (`Placement`).
-A bundle goes round its node, one hop a step. Meanwhile the bundle that entered the node goes on to the next
-node, one hop a round. At round i and step j position (m, l) holds the
-bundle of (m - i, l - j). With one node this is the flat ring. The gradient of a bundle follows one step
-behind it and ends at home: see `double_ring`. Where a position is a group of ranks that share the heads
+A `Route` is M nodes of L ring ranks. A ring rank is one rank, or a group that shares heads (`Placement`).
+A block goes round its node, one hop a step. Meanwhile the block that entered the node goes on to the next
+node, one hop a round. At round i and step j ring rank (m, l) holds the
+block of (m - i, l - j). With one node this is the flat ring. The gradient of a block follows one step
+behind it and ends at home: see `double_ring`. Where a ring rank is a group of ranks that share the heads
 (head x ring), `with_heads` puts the all-to-all around the ring. Overlap is an order of actions, no more:
 `without_overlap` is the same program with every hop waited for at once.
 
-Masks leave some bundles, or rows of them, without a reader. Then a ring may be faster the other way round
+Masks leave some blocks, or rows of them, without a reader. Then a ring may be faster the other way round
 (`mirrored`), or a `direct` exchange, where every row goes from its owner to its readers. Both leave out rows
 that nobody reads: see `carried`.
 """
@@ -26,7 +26,7 @@ from itertools import groupby
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Program
-from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfPosition, T
+from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfRingRank, T
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
@@ -34,43 +34,43 @@ from burst_mcore.attention.schedule.ring import double_ring, without_overlap
 
 @dataclass(frozen=True)
 class Route:
-    """The path of the bundles: `nodes` x `intra` positions, each of them `heads` ranks."""
+    """The path of the blocks: `nodes` x `intra` ring ranks, each of them `heads` ranks."""
 
     nodes: int = 1
     intra: int = 1
     heads: int = 1
     overlap: bool = True
     direct: bool = False
-    """No ring: every position exchanges with every other."""
+    """No ring: every ring rank exchanges with every other."""
     mirrored: bool = False
-    """The bundles go from higher positions to lower ones."""
+    """The blocks go from higher ring ranks to lower ones."""
     outer: bool = False
-    """The ranks of a position are not neighbours, but one of each run of `positions` neighbours."""
+    """The ranks of a ring rank are not neighbours, but one of each run of `ring_size` neighbours."""
 
     @cached_property
     def placement(self) -> Placement:
-        """The ranks of each position."""
-        return Placement(self.positions, self.heads, self.outer)
+        """The ranks of each ring rank."""
+        return Placement(self.ring_size, self.heads, self.outer)
 
     @cached_property
-    def positions(self) -> int:
-        """Positions in all: the size of the ring."""
+    def ring_size(self) -> int:
+        """Ring ranks in all: the size of the ring."""
         return self.nodes * self.intra
 
     @property
     def has_mirror(self) -> bool:
-        """Whether bundles may go the other way round: from two places both ways lead to the other."""
-        return self.positions > 2 and not self.direct
+        """Whether blocks may go the other way round: from two places both ways lead to the other."""
+        return self.ring_size > 2 and not self.direct
 
     @property
     def turn(self) -> int:
-        """1 if bundles go to higher positions, -1 if they go to lower ones."""
+        """1 if blocks go to higher ring ranks, -1 if they go to lower ones."""
         return -1 if self.mirrored else 1
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return self.positions * self.heads
+        return self.ring_size * self.heads
 
     @property
     def span(self) -> int:
@@ -79,35 +79,39 @@ class Route:
 
     def __str__(self) -> str:
         ring = f"ring of {self.intra}" if self.nodes == 1 else f"double ring of {self.nodes} x {self.intra}"
-        ring = f"direct exchange of {self.positions}" if self.direct else ring
+        ring = f"direct exchange of {self.ring_size}" if self.direct else ring
         ring = f"{ring}, mirrored" if self.mirrored else ring
-        apart = f" ranks, {self.positions} apart" if self.outer else ""
+        apart = f" ranks, {self.ring_size} apart" if self.outer else ""
         heads = f", heads over {self.heads}{apart}" if self.heads > 1 else ""
         return f"{ring}{heads}{'' if self.overlap else ', no overlap'}"
 
 
 PASSES = {
-    Pass.FORWARD: Moves("forward: K, V travel", gradients=False, bundle=True, rows=True),
-    Pass.KV: Moves("backward kv: K, V travel, dK, dV follow", gradients=True, bundle=False, rows=True),
+    Pass.FORWARD: Moves("forward: K, V rotate", gradients=False, block=True, rows=True),
+    Pass.KV: Moves("backward kv: K, V rotate, dK, dV follow", gradients=True, block=False, rows=True),
     Pass.QUERY: Moves(
-        "backward query: Q, dO, D, LSE travel, dQ follows", gradients=True, bundle=True, rows=False
+        "backward query: Q, dO, D, LSE rotate, dQ follows", gradients=True, block=True, rows=False
     ),
 }
-"""The bundles, rows and gradients that each pass moves."""
+"""The blocks, rows and gradients that each pass moves."""
 
 
 def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool = False) -> dict[Kind, int]:
-    """Return the bytes of the messages in a pass, by kind: of all rows of a position, or of a member."""
+    """Return the bytes of the messages in a pass, by kind: of all rows of a ring rank, or of a member."""
     h, pass_ = route.heads, Pass(pass_)
     of_queries, several = pass_ == Pass.QUERY, shard.carried[0] < h
     member = shard.of_member(h)
-    data, gradient = shard.pooled(h).bundle_bytes(of_queries=of_queries)
+    data, gradient = shard.pooled(h).block_bytes(of_queries=of_queries)
     q, kv, out, result = member.q_bytes, member.kv_bytes, member.out_bytes, member.result_bytes
     dkv = member.gradient_bytes(kv) if several else kv
     through_heads = {
-        Pass.FORWARD: {Kind.BUNDLE: kv, Kind.ROWS: q, Kind.RESULT: result if return_lse else out},
-        Pass.KV: {Kind.ROWS: result, Kind.RESULT: q, Kind.SUM: dkv},
-        Pass.QUERY: {Kind.BUNDLE: result, Kind.RESULT: dkv, Kind.SUM: q},
+        Pass.FORWARD: {
+            Kind.ROTATING_IN: kv,
+            Kind.STAYING_IN: q,
+            Kind.STAYING_OUT: result if return_lse else out,
+        },
+        Pass.KV: {Kind.STAYING_IN: result, Kind.STAYING_OUT: q, Kind.ROTATING_OUT: dkv},
+        Pass.QUERY: {Kind.ROTATING_IN: result, Kind.STAYING_OUT: dkv, Kind.ROTATING_OUT: q},
     }
     summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
     own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
@@ -125,39 +129,39 @@ def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> P
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
-    ring: Program = on_ring(route.placement.position(rank), route, PASSES[pass_])
+    ring: Program = on_ring(route.placement.ring_rank(rank), route, PASSES[pass_])
     return _around(ring, rank, route, pass_)
 
 
 @cached_on_plan
 def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
-    position, of_queries = route.placement.position(rank), pass_ == Pass.QUERY
+    ring_rank, of_queries = route.placement.ring_rank(rank), pass_ == Pass.QUERY
     if plan.reading(of_queries=of_queries).of_all:
         return _of_all(rank, route, pass_)
     places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
-    hops = OfPosition(plan.reading(of_queries=of_queries), position, places)
-    return _around(on_ring(position, route, PASSES[pass_], hops), rank, route, pass_)
+    hops = OfRingRank(plan.reading(of_queries=of_queries), ring_rank, places)
+    return _around(on_ring(ring_rank, route, PASSES[pass_], hops), rank, route, pass_)
 
 
 @cached_on_plan
 def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -> Itinerary:
-    """Return the itinerary of the bundles: where on a ring each row is read."""
+    """Return the itinerary of the blocks: where on a ring each row is read."""
     return Itinerary(plan.reading(of_queries=of_queries), nodes, intra, turn)
 
 
 def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
-    """Return the program of a rank, made from the program of its position."""
+    """Return the program of a rank, made from the program of its ring rank."""
     if route.heads > 1:
         ring = with_heads(ring, rank, route.placement, PASSES[pass_], by_part=route.overlap)
     return ring if route.overlap else without_overlap(ring)
 
 
-def on_ring(position: int, route: Route, moves: Moves, hops: Hops[T] = Hops()) -> Program[T]:
-    """Return the program of a position, between positions; `hops` leaves out rows that nobody reads."""
+def on_ring(ring_rank: int, route: Route, moves: Moves, hops: Hops[T] = Hops()) -> Program[T]:
+    """Return the program of a ring rank, between ring ranks; `hops` leaves out rows that nobody reads."""
     if route.direct:
-        return direct(position, route.positions, gradients=moves.gradients, hops=hops)
+        return direct(ring_rank, route.ring_size, gradients=moves.gradients, hops=hops)
     return double_ring(
-        position, route.nodes, route.intra, gradients=moves.gradients, hops=hops, turn=route.turn
+        ring_rank, route.nodes, route.intra, gradients=moves.gradients, hops=hops, turn=route.turn
     )
 
 
@@ -169,8 +173,8 @@ class Schedule:
     route: Route
     programs: tuple[Program, ...]
     plan: Plan | None = None
-    """Who reads which rows; None: every position reads every row."""
-    queries_travel: bool = False
+    """Who reads which rows; None: every ring rank reads every row."""
+    queries_rotate: bool = False
 
     @property
     def size(self) -> int:
@@ -201,7 +205,7 @@ def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:
     """Return all ranks' programs of a pass."""
     pass_ = Pass(pass_)
     programs = tuple(program(rank, route, pass_, plan) for rank in range(route.size))
-    return Schedule(PASSES[pass_].title, route, programs, plan, queries_travel=pass_ == Pass.QUERY)
+    return Schedule(PASSES[pass_].title, route, programs, plan, queries_rotate=pass_ == Pass.QUERY)
 
 
 WHOLE = "whole"

@@ -1,7 +1,7 @@
 """Attention and masks of Hugging Face transformers, by BurstAttention: attn_implementation="burst".
 
 transformers describes a layer's mask to `mask_of` as a function of indices; what comes back, a `LayerMask`,
-travels through the model as its attention_mask (and through whatever checkpoints its layers) to `attend`. A
+rotates through the model as its attention_mask (and through whatever checkpoints its layers) to `attend`. A
 mask of any other kind is refused: nothing is attended to by a mask that was not understood.
 """
 

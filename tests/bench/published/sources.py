@@ -146,7 +146,7 @@ class Paper:
         )
 
     def _ablated(self, entry):
-        """Return a run of the ablation: one ring or two, which side travels, the loss, and the recompute."""
+        """Return a run of the ablation: one ring or two, which side rotates, the loss, and the recompute."""
         methods = {(0, 0): "ring", (1, 0): FLAT, (0, 1): "double-ring", (1, 1): "burst"}
         word = {"selective++": "attention"}.get(entry["recompute"], entry["recompute"])
         changes = {

@@ -145,7 +145,7 @@ def test_a_ring_of_two_chosen_by_a_spec(data, alone, tmp_path):
     assert_equal(train(tmp_path, 2, data, *SPEC, *CP2, "--burst-backward", "kv"), alone)
 
 
-@pytest.mark.proves("training runs", "MLA whose latent travels, compared with K and V")
+@pytest.mark.proves("training runs", "MLA whose latent rotates, compared with K and V")
 @pytest.mark.slow
 def test_the_latent_of_mla(data, tmp_path, monkeypatch):
     mla = ["--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "8", "--rope-type", "rope"]
