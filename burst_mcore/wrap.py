@@ -55,21 +55,25 @@ class Replaced:
         return any(self in makes for _, makes in self._layers.values())
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace `owner.name` by `make(original)`; twice is once."""
-        _, makes = self._layers.setdefault((owner, name), (getattr(owner, name), {}))
+        """Replace `owner.name` by `make(original)`; twice is once, also by two of this class."""
+        value, makes = self._layers.setdefault((owner, name), (getattr(owner, name), {}))
         if self not in makes:
             makes[self] = make
-            setattr(owner, name, make(getattr(owner, name)))
+            setattr(owner, name, _made(value, makes))
 
     def restore(self) -> None:
         """Give all names the values that they have without this."""
         for (owner, name), (value, makes) in list(self._layers.items()):
             if makes.pop(self, None) is not None:
-                for make in makes.values():
-                    value = make(value)
-                setattr(owner, name, value)
+                setattr(owner, name, _made(value, makes))
             if not makes:
                 del self._layers[owner, name]
+
+
+def _made(value: Any, makes: dict[Replaced, Callable[[Any], Any]]) -> Any:
+    for make in dict.fromkeys(makes.values()):
+        value = make(value)
+    return value
 
 
 @contextmanager

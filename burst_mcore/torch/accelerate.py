@@ -20,11 +20,16 @@ from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.torch.parallel import options_of, parallelize
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
 from burst_mcore.transformers.trainer import (
     REPLACED,
     inputs_of_whole_sequences,
+    labels_of_batches,
+    operations_of_a_rank,
+    ranks_of_a_batch,
     rows_of_ranks,
+    sharing,
     with_groups,
     with_logits,
 )
@@ -76,19 +81,15 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (TrainingArguments, "__post_init__", _with_packing),
         (Trainer, "__init__", _with_references),
         (Trainer, "_prepare_context_parallel_inputs", _whole_inputs),
-        (Trainer, "_get_num_items_in_batch", _labels),
-        (Trainer, "get_tp_size", _ranks_of_a_batch),
+        (Trainer, "_get_num_items_in_batch", labels_of_batches),
+        (Trainer, "get_tp_size", ranks_of_a_batch),
         (Trainer, "get_cp_size", lambda _: lambda self: 1),
         (Trainer, "compute_loss", _without_smoothing),
         (Trainer, "_track_num_input_tokens", inputs_of_whole_sequences),
+        (Trainer, "floating_point_ops", operations_of_a_rank),
         (Trainer, "_prepare_inputs", _without_repeated_rows),
         (Trainer, "prediction_step", with_logits),
     ]
-
-
-def _cp_size(accelerator: Any) -> int:
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    return 1 if parallelism is None else int(parallelism.cp_size)
 
 
 @around
@@ -104,7 +105,8 @@ def _preparing(_: Any, self: Any, *args: Any) -> Any:
 def _prepare(model: nn.Module, accelerator: Any) -> None:
     if SEQUENCE not in vars(model):
         parallelize(model, accelerator.torch_device_mesh["cp"], **_options)
-        sequence_of(model).deals = True
+        sequence = sequence_of(model)
+        sequence.batches = WholeBatch(sequence)
 
 
 @around
@@ -115,7 +117,7 @@ def _with_references(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if name.startswith("trl.trainer.") and "prepare_fsdp" in vars(module):
             _replaced.replace(module, "prepare_fsdp", _preparing_reference)
     init(self, *args, **kwargs)
-    if _cp_size(self.accelerator) > 1:
+    if sharing(self, "cp_size") > 1:
         self.burst_packing = {name: vars(self.args)[name] for name in PACKING if name in vars(self.args)}
         vars(self.args).update(dict.fromkeys(self.burst_packing, False))
 
@@ -146,7 +148,7 @@ def _after_the_check(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 @around
 def _preparing_reference(prepare_fsdp: Any, model: Any, accelerator: Any, *args: Any) -> Any:
-    if _cp_size(accelerator) > 1:
+    if sharing(accelerator, "cp_size") > 1:
         _prepare(model, accelerator)
     return prepare_fsdp(model, accelerator, *args)
 
@@ -156,7 +158,7 @@ def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: b
     """Accelerator.gather_for_metrics: of ranks that report of one batch, the first counts."""
     from accelerate.utils.operations import recursively_apply
 
-    size = _cp_size(self)
+    size = sharing(self, "cp_size")
     if size == 1:
         return own(self, input_data, use_gather_object)
     alike, state = size * int(self.parallelism_config.tp_size), self.gradient_state
@@ -175,33 +177,15 @@ def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: b
 @around
 def _whole_inputs(own: Any, self: Any, model: Any, inputs: Any) -> Any:
     """Trainer._prepare_context_parallel_inputs: batches stay whole; their model deals them."""
-    return (nullcontext, inputs) if _cp_size(self.accelerator) > 1 else own(self, model, inputs)
+    return (nullcontext, inputs) if sharing(self, "cp_size") > 1 else own(self, model, inputs)
 
 
 @around
 def _without_smoothing(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.compute_loss: FSDP2 renames a model, and the Trainer's smoother then shifts no labels."""
-    if self.label_smoother is not None and _cp_size(self.accelerator) > 1:
+    if self.label_smoother is not None and sharing(self, "cp_size") > 1:
         raise RefusedError("loss", "label_smoothing_factor is not served: the loss is the model's own")
     return own(self, *args, **kwargs)
-
-
-@around
-def _ranks_of_a_batch(own: Any, self: Any) -> int:
-    """Trainer.get_tp_size: ranks that have the same batch, and return the same loss of it."""
-    return int(own(self)) * _cp_size(self.accelerator)
-
-
-@around
-def _labels(own: Any, self: Any, batch_samples: Any, device: Any) -> Any:
-    """Trainer._get_num_items_in_batch: of this rank's sequences, where those of all ranks are not asked for.
-
-    The Trainer divides the number by the ranks of a batch, also where it has not added theirs.
-    """
-    number = own(self, batch_samples, device)
-    if _cp_size(self.accelerator) == 1 or self.args.average_tokens_across_devices or number is None:
-        return number
-    return number * self.get_tp_size()
 
 
 @around
@@ -211,7 +195,7 @@ def _without_repeated_rows(own: Any, self: Any, inputs: Any) -> Any:
     Where they are all that a replica has, its report is cut off. Rows that are no samples stay as they are.
     """
     state, rows, ranks = self.accelerator.gradient_state, self.args.eval_batch_size, self.get_tp_size()
-    evaluates = not self.model.training and _cp_size(self.accelerator) > 1 and dist.get_world_size() > ranks
+    evaluates = not self.model.training and sharing(self, "cp_size") > 1 and dist.get_world_size() > ranks
     if evaluates and state.end_of_dataloader and state.remainder > 0 and "labels" in inputs:
         left = state.remainder - dist.get_rank() // ranks * rows
         if 0 < left < rows and all(

@@ -27,6 +27,7 @@ from burst_mcore.transformers.models.served import (
     types_of,
     use_burst,
 )
+from burst_mcore.transformers.models.strategies import ShardedBatch
 from burst_mcore.transformers.models.trl import has_fused_head
 from burst_mcore.words import digest
 
@@ -63,7 +64,8 @@ def prepare_model(
     meet(topology, "the preparation of a model")
     called = called_for(model, inner)
     if SEQUENCE not in vars(called):
-        vars(called)[SEQUENCE] = SequenceParallel(called, topology, None, config)
+        vars(called)[SEQUENCE] = hooks = SequenceParallel(called, topology, None, config)
+        hooks.batches = ShardedBatch(hooks)
     vars(model)[SEQUENCE] = sequence = sequence_of(called)
     sequence.topology, sequence.config = topology, config
     sequence.group = group if size > 1 else None

@@ -98,14 +98,40 @@ def with_logits(
 
 @around
 def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
-    """Trainer._track_num_input_tokens: of ranks that share sequences, the first counts the whole ones.
-
-    A batch that was dealt has as `whole` what its loader gave, before the padding for the layout.
-    """
-    whole = getattr(inputs, "whole", inputs)
+    """Trainer._track_num_input_tokens: of ranks that share sequences, the first counts."""
     if _shares(self) and dist.get_rank() % self.get_tp_size():
-        whole = {name: x[:0] for name, x in whole.items() if isinstance(x, Tensor) and x.dim()}
-    track(self, whole)
+        inputs = {name: x[:0] for name, x in inputs.items() if isinstance(x, Tensor) and x.dim()}
+    track(self, inputs)
+
+
+@around
+def operations_of_a_rank(own: AnyMethod, self: Any, inputs: Any) -> float:
+    """Trainer.floating_point_ops, which the Trainer adds up over all ranks: of a batch each makes a part."""
+    return float(own(self, inputs)) / sharing(self)
+
+
+@around
+def ranks_of_a_batch(own: AnyMethod, self: Any) -> int:
+    """Trainer.get_tp_size: ranks that have the same batch, and return the same loss of it."""
+    return int(own(self)) * sharing(self)
+
+
+@around
+def labels_of_batches(own: AnyMethod, self: Any, batch_samples: Any, device: Any) -> Any:
+    """Trainer._get_num_items_in_batch: of this rank's sequences, where those of all ranks are not asked for.
+
+    The Trainer divides the number by the ranks of a batch, also where it has not added theirs.
+    """
+    number = own(self, batch_samples, device)
+    if sharing(self) == 1 or self.args.average_tokens_across_devices or number is None:
+        return number
+    return number * self.get_tp_size()
+
+
+def sharing(trainer: Any, *settings: str) -> int:
+    """Return how many ranks share a sequence under a Trainer or Accelerator, by some settings or by any."""
+    parallelism = getattr(getattr(trainer, "accelerator", trainer), "parallelism_config", None)
+    return max(int(getattr(parallelism, name, 1)) for name in settings or REPLACED)
 
 
 def rows_of_ranks(x: Tensor) -> list[Tensor]:

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.prepare import sequence_of
 from burst_mcore.wrap import while_set
 
@@ -57,7 +58,7 @@ def _answers(model):
 
 def _of_whole_batches(rank, size, layout, loss):
     model, _ = _prepared(size, layout, loss)
-    with while_set(sequence_of(model), deals=True):
+    with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))):
         found, gradient = _answers(model)
         labelled = {"input_ids": _ids(), "labels": _ids()}
         said = [

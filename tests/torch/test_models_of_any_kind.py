@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_mcore.rollouts import fold
 from burst_mcore.torch import parallelize
+from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.prepare import sequence_of
 from burst_mcore.wrap import while_set
 
@@ -225,7 +226,7 @@ def _dealing(rank, size):
     }
     want = model(**cp.deal(tree)).loss.item()
     sequence = sequence_of(model)
-    with while_set(sequence, deals=True):
+    with while_set(sequence, batches=WholeBatch(sequence)):
         found = [model(**batch) for batch in (labelled, shifted)]
         assert model(**tree).loss.item() == want
         with while_set(sequence, loss_only=True):

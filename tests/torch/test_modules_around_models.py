@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.prepare import sequence_of
 from burst_mcore.wrap import while_set
 
@@ -150,7 +151,7 @@ def _headless(rank, size, name):
     engine = DistributedDataParallel(model)
     part = cp.deal({"input_ids": _ids(2)})
     hidden = cp.gather(engine(**part).last_hidden_state, TOKENS)
-    with while_set(sequence_of(model), deals=True), torch.no_grad():
+    with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
         whole = model(input_ids=_ids(2), labels=_ids(2)).last_hidden_state
     return whole, *_trained(hidden[:, -1].pow(2).sum() + hidden.mean(), model)
 
@@ -212,7 +213,7 @@ def _embedded(rank, size):
     assert "input_ids" not in part
     engine = DistributedDataParallel(model)
     found = _trained(engine(**part).loss, model)
-    with while_set(sequence_of(model), deals=True), torch.no_grad():
+    with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
         assert model(**batch).loss.item() == pytest.approx(found[0], rel=1e-6)
         logits = model(inputs_embeds=embeds).logits
     return *found, logits, _refused(lambda: cp.deal({"labels": _ids(2)}))

@@ -1,10 +1,8 @@
 """Accelerate, the Trainer and TRL over sharded sequences: burst takes the place of DeepSpeed's Ulysses.
 
-places    the names that are replaced, and how to restore them
-model     a model that Accelerate prepares
-loader    Accelerate's loaders, as loaders of shards
-gathered  what ranks report of an evaluation, as one process would report
-trainer   the Trainer's loss and labels over shards
+places  the names that are replaced, and what stands there: the Trainer's loss, reports of an evaluation
+model   a model that Accelerate prepares
+loader  Accelerate's loaders, as loaders of shards
 """
 
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter

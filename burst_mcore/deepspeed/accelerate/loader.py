@@ -1,4 +1,4 @@
-"""Accelerate's loaders -> loaders of shards: a sequence group is dealt the batches of one process."""
+"""Accelerate's loaders for sequence groups: all ranks of a group get the batches of one process."""
 
 from __future__ import annotations
 
@@ -14,46 +14,24 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.operations import concatenate, find_batch_size, slice_tensors
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler
 
 from burst_mcore.deepspeed.ranks.groups import unit_of
-from burst_mcore.transformers.data.batches import CUMULATED
+from burst_mcore.rollouts.columns import TREE
+from burst_mcore.transformers.data.batches import CUMULATED, WHOLE, prepared
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.sequence import SequenceParallel
-from burst_mcore.transformers.models.trl import has_fused_head
+from burst_mcore.transformers.models.strategies import LoadedBatch
 from burst_mcore.wrap import around, while_set
 
 
-class ShardedBatch(dict[str, Any]):
-    """A rank's part of a batch, which says why a training batch has no labels."""
-
-    whole: Mapping[str, Any] = {}
-    """input_ids and attention_mask of the whole batch, without the padding for the layout."""
-
-    def __missing__(self, name: str) -> Any:
-        if name != "labels":
-            raise KeyError(name)
-        raise RefusedError(
-            "labels",
-            "a training batch has shift_labels, which were shifted before the sequence was dealt: use the "
-            "model's own loss, or make one of logits and shift_labels with burst_mcore.deepspeed.whole_loss",
-        )
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Remove a column, as a dict does."""
-        return super().pop(name, *default) if default or name in self else self[name]
-
-
 class BurstSPDataLoaderAdapter(ShardedLoader):
-    """Takes the place of UlyssesSPDataLoaderAdapter: a rank's parts of the batches of its sequence group.
+    """Takes the place of UlyssesSPDataLoaderAdapter: the batches of a sequence group, which its model deals.
 
-    Batches need no position_ids and may be of any length; labels are shifted here. Of D sequence groups,
-    group g works on batches g, D + g, ... of the dataset, as process g of D does that share no sequences.
-    Batches of an evaluation, and of preferences (TRL's DPO, which have a completion_mask), are not dealt:
-    every rank of the group is given the whole batch, and the model deals it.
+    Batches need no position_ids and may be of any length; beside labels are shift_labels. Of D sequence
+    groups, group g works on batches g, D + g, ... of the dataset, as process g of D does that share no
+    sequences.
 
     Args:
         own: every rank loads batches of its own, and all work on each in turn, as over a loader that
@@ -73,10 +51,6 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         """Whether the epoch that runs is one of evaluation: the model was not training when it began."""
         self.last: tuple[int, int] | None = None
         """Of an evaluation's last load: samples that all groups have of the dataset, samples of a batch."""
-        self.deals = True
-        """Whether the batch that was handed out is a shard, and not the whole."""
-        self._counts_by_mask = False
-        """Whether the loss is TRL's, which counts tokens by an attention mask."""
         samplers = [getattr(dl, name, None) for name in ("batch_sampler", "sampler")]
         samplers.append(getattr(samplers[0], "batch_sampler", None))  # of one that skips batches
         self._dealer: Any = next((x for x in samplers if hasattr(x, "num_processes")), None)
@@ -106,18 +80,17 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         return (super().__len__() + (0 if dropped else self.loads - 1)) // self.loads
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        sequence = _sequences.get(id(self.group))
-        if sequence is not None:
-            self.deal_as(**sequence.dealing)
-            self.evaluates = not sequence.model.training
-            self._counts_by_mask = any(map(has_fused_head, sequence.model.modules()))
+        strategy = _strategies.get(id(self.group))
+        if strategy is not None:
+            self.deal_as(**strategy.of.dealing)
+            self.evaluates = not strategy.of.model.training
         vars(self.dl)[_ADAPTER] = self
         if self.groups > 1:
             self._refuse_parts()
         with ExitStack() as stack:
-            if self.evaluates and sequence is not None:
-                sequence.evaluations.add(id(stack))
-                stack.callback(sequence.evaluations.discard, id(stack))
+            if self.evaluates and strategy is not None:
+                strategy.evaluations.add(id(stack))
+                stack.callback(strategy.evaluations.discard, id(stack))
             if self.evaluates and self._dealer is not None:
                 stack.enter_context(while_set(self._dealer, **_BY_WHOLE_BATCHES))
             yield from super().__iter__()
@@ -163,10 +136,19 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         samples = min(len(self._batches.sampler), len(self._batches) * size)  # type: ignore[arg-type]
         return samples - first * size, size
 
-    def of_the_dataset(self, group: int, reported: int) -> int:
-        """Return how many of the numbers that a group reported of its batch count.
+    def counted(self, parts: list[Any]) -> list[Any]:
+        """Return of the ranks' reports of a batch what counts: those of the first rank of each group.
 
-        In an evaluation's last load some groups may have no batch of the dataset, or a short one.
+        In an evaluation's last load some groups may have no batch of the dataset, or a short one. All count
+        where the model evaluates while it is trained on these batches: they are of other ones.
+        """
+        strategy = _strategies.get(id(self.group))
+        if strategy is not None and strategy.of.model.training == self.evaluates:
+            return parts
+        return [part[: self._of_the_dataset(i, len(part))] for i, part in enumerate(parts[:: self.size])]
+
+    def _of_the_dataset(self, group: int, reported: int) -> int:
+        """Return how many of the numbers that a group reported of its batch are of the dataset.
 
         Args:
             reported: one for each row, or one of the batch, or one as often as a full batch has rows.
@@ -181,31 +163,19 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         here = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
         if is_of_preferences(batch) or (self.evaluates and "labels" not in batch):
             return here
-        whole, ids = super()._prepared(batch), batch["input_ids"]
-        if self.evaluates:  # a loss of the caller's own finds labels where those of a training batch are
-            return {**here, "shift_labels": whole["shift_labels"][:, : ids.shape[1]]}
-        if self._counts_by_mask:
-            real = batch.get("attention_mask")
-            real = torch.ones_like(ids) if real is None else real
-            whole["attention_mask"] = pad(real.cpu(), (0, whole["input_ids"].shape[1] - ids.shape[1]))
-        return {**whole, _WHOLE: {x: here[x] for x in ("input_ids", "attention_mask") if x in here}}
+        shifted = prepared(here, **{**self._how, "multiple": 1})["shift_labels"]
+        return {"labels": here.get("input_ids"), **here, "shift_labels": shifted, WHOLE: torch.ones(())}
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
-        self.deals = _WHOLE in whole
-        if not self.deals:
-            return self._on_device(whole)
-        part = ShardedBatch(super()._part(whole))
-        part.whole = part.pop(_WHOLE)
-        return part
+        return self._on_device(whole)
 
     def _plan(self, batch: Mapping[str, Any]) -> None:
-        """Have attention plan for a batch, and for the one after it, if Accelerate has read a packed one."""
-        if _WHOLE in batch:
-            super()._plan(batch)
-        newest, ended = self._newest, getattr(self.dl, "end_of_dataloader", False)
-        if isinstance(newest, Mapping) and not ended and {*CUMULATED, "position_ids"} & {*newest}:
-            with suppress(RefusedError):  # that batch's own turn will say so
-                super()._plan(super()._prepared(newest))
+        """Have attention plan for a packed batch, and for the one after it, if Accelerate has read one."""
+        ended = getattr(self.dl, "end_of_dataloader", False)
+        for each in (batch,) if ended else (batch, self._newest):
+            if isinstance(each, Mapping) and {*CUMULATED, TREE, "position_ids"} & {*each}:
+                with suppress(RefusedError):  # that batch's own turn will say so
+                    super()._plan(super()._prepared(each))
 
     def _watched(self, iterates: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Iterate over what Accelerate reads."""
@@ -238,17 +208,15 @@ _BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": Tru
 
 Without a size a short batch stays as it is. A batch that the user drops is not in the dealer's own sampler.
 """
-_WHOLE = "burst_mcore_whole"
-"""The key of a batch that will be dealt, for `ShardedBatch.whole`."""
 _ADAPTER = "burst_mcore_adapter"
 """The attribute of a loader of Accelerate's that has the adapter which goes over it."""
-_sequences: WeakValueDictionary[int, SequenceParallel] = WeakValueDictionary()
-"""By sequence group, which is never freed, the model that was prepared last: batches are dealt for it."""
+_strategies: WeakValueDictionary[int, LoadedBatch] = WeakValueDictionary()
+"""By sequence group, which is never freed, that of the model that was prepared last: batches are its own."""
 
 
-def deal_for(sequence: SequenceParallel) -> None:
+def deal_for(strategy: LoadedBatch) -> None:
     """Deal the batches of its group's adapters for a model, from their next epoch on."""
-    _sequences[id(sequence.group)] = sequence
+    _strategies[id(strategy.of.group)] = strategy
 
 
 def adapter_of(loader: Any) -> BurstSPDataLoaderAdapter | None:

@@ -13,6 +13,7 @@ from burst_mcore.deepspeed.ranks.cpu import without_builds
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.transformers.agreement import on_all_ranks
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.transformers.models.strategies import LoadedBatch
 from burst_mcore.wrap import around
 
 
@@ -60,8 +61,8 @@ class BurstSPAttentionHF:
         section = on_all_ranks(lambda: _read(sequence_parallel_size))
         unit = unit_of(sequence_parallel_size)
         sequence = prepare_for_engine(model_name_or_path, section, unit)
-        sequence.evaluates_whole = disable_in_eval
-        deal_for(sequence)
+        sequence.batches = batches = LoadedBatch(sequence, alone=disable_in_eval)
+        deal_for(batches)
         return unit
 
 

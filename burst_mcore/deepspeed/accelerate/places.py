@@ -1,4 +1,7 @@
-"""The names of DeepSpeed, Accelerate and transformers that burst replaces, and how to restore them."""
+"""The names of DeepSpeed, Accelerate and transformers that burst replaces, and what stands in their place.
+
+Each method here takes the package's own and returns ours. Without sequence groups the own one is called.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,26 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter, dealing_to_groups, skipping
+import torch
+from accelerate.utils.operations import gather_object, recursively_apply
+
+import burst_mcore.transformers.trainer as shared
+from burst_mcore.deepspeed.accelerate.loader import (
+    BurstSPDataLoaderAdapter,
+    adapter_of,
+    dealing_to_groups,
+    skipping,
+)
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF, without_compilers
 from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
-from burst_mcore.transformers.errors import refuse_versions
-from burst_mcore.transformers.trainer import REPLACED
+from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.wrap import around, while_set
+
+SERVED = {
+    *(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer" for kind in ("SFT", "DPO", "KTO")),
+    "trl.experimental.kto.KTOTrainer",
+}
+"""The trainers of TRL that are held to one process in tests; the last is an older name of its like."""
 
 
 def replace_ulysses() -> None:
@@ -30,7 +48,7 @@ def restore_ulysses() -> None:
     _replaced.restore()
 
 
-_replaced = REPLACED["sp_size"]
+_replaced = shared.REPLACED["sp_size"]
 
 
 def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -38,10 +56,6 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     from accelerate import accelerator, data_loader
     from deepspeed.runtime.sequence_parallel import ulysses_sp
     from transformers import trainer
-
-    import burst_mcore.deepspeed.accelerate.gathered as gathered
-    import burst_mcore.deepspeed.accelerate.trainer as ours
-    import burst_mcore.transformers.trainer as shared
 
     name, own = "skip_first_batches", data_loader.skip_first_batches  # a script may have imported it
     skippers = [m for m in [*sys.modules.values()] if getattr(m, "__dict__", {}).get(name) is own]
@@ -53,14 +67,100 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (accelerator, "_refuse_recurrent_layers_under_sequence_parallelism", lambda _: lambda model: None),
         (accelerator.Accelerator, "prepare", shared.with_groups),
         (accelerator.Accelerator, "_prepare_deepspeed", without_compilers),
-        (accelerator.Accelerator, "gather", gathered.gathering_all),
-        (accelerator.Accelerator, "gather_for_metrics", gathered.gathering),
-        (trainer.Trainer, "__init__", ours.counting_tokens),
+        (accelerator.Accelerator, "gather", gathering_all),
+        (accelerator.Accelerator, "gather_for_metrics", gathering),
+        (trainer.Trainer, "__init__", counting_tokens),
         (trainer.Trainer, "get_sp_size", lambda _: lambda self: 1),
-        (trainer.Trainer, "get_tp_size", ours.ranks_of_a_batch),
-        (trainer.Trainer, "get_batch_samples", ours.batches_of_training),
-        (trainer.Trainer, "_get_num_items_in_batch", ours.labels_of_whole_sequences),
+        (trainer.Trainer, "get_tp_size", shared.ranks_of_a_batch),
+        (trainer.Trainer, "get_batch_samples", batches_of_training),
+        (trainer.Trainer, "_get_num_items_in_batch", shared.labels_of_batches),
         (trainer.Trainer, "_track_num_input_tokens", shared.inputs_of_whole_sequences),
-        (trainer.Trainer, "compute_loss", ours.loss_of_whole_sequences),
+        (trainer.Trainer, "floating_point_ops", shared.operations_of_a_rank),
+        (trainer.Trainer, "compute_loss", loss_of_whole_sequences),
         (trainer.Trainer, "prediction_step", shared.with_logits),
     ]
+
+
+@around
+def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Accelerator.gather_for_metrics, for loaders of sequence groups as well: see `counted`."""
+    loader = adapter_of(self.gradient_state.active_dataloader)
+    if loader is None:
+        return own(self, input_data, use_gather_object)
+    if use_gather_object or not _is_of_tensors(input_data):
+        return [x for part in loader.counted(gather_object([list(input_data)])) for x in part]
+    return recursively_apply(lambda x: torch.cat(loader.counted(shared.rows_of_ranks(x))), input_data)
+
+
+@around
+def gathering_all(own: Callable[..., Any], self: Any, tensor: Any) -> Any:
+    """Accelerator.gather, also of an evaluation's last batches, which may have unequal numbers of rows."""
+    loader = adapter_of(self.gradient_state.active_dataloader)
+    if loader is None or loader.last is None:
+        return own(self, tensor)
+    return recursively_apply(lambda x: torch.cat(shared.rows_of_ranks(x)), tensor)
+
+
+def _is_of_tensors(x: Any) -> bool:
+    """Return whether lists, tuples and dicts have nothing but tensors."""
+    try:
+        recursively_apply(lambda each: each, x, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+@around
+def counting_tokens(init: shared.AnyMethod, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Trainer.__init__: losses are divided by the labels of all micro-batches, as without sequence groups.
+
+    TRL's trainers are refused here, but for those whose losses are known.
+    """
+    init(self, *args, **kwargs)
+    if shared.sharing(self, "sp_size") > 1:
+        _refuse_other_trainers(type(self))
+        self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
+
+
+@around
+def batches_of_training(own: shared.AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trainer.get_batch_samples: the model trains, although an evaluation came before its first batch."""
+    if shared.sharing(self, "sp_size") > 1:
+        self.model.train()
+    return own(self, *args, **kwargs)
+
+
+@around
+def loss_of_whole_sequences(
+    compute_loss: shared.AnyMethod,
+    self: Any,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Trainer.compute_loss: the model's loss is the whole sequence's, as where no ranks share one.
+
+    For Ulysses transformers 5.23 gathers the losses of shards, and that gradient is SP times too large.
+    """
+    if shared.sharing(self, "sp_size") == 1:
+        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+    asked = {"label_smoothing_factor": self.label_smoother, "compute_loss_func": self.compute_loss_func}
+    for name, own in asked.items():
+        if own is not None:
+            raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
+    if num_items_in_batch is not None and self.model.training:  # without a label: no gradient
+        num_items_in_batch = num_items_in_batch.clamp(min=1)
+    with while_set(self.accelerator.parallelism_config, sp_backend=None):  # by which it knows Ulysses
+        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+
+def _refuse_other_trainers(kind: type) -> None:
+    """Raise RefusedError for a trainer of TRL whose loss over shards is not known, or a subclass of one."""
+    names = [f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")]
+    if names and names[0] not in SERVED:
+        raise RefusedError(
+            "trainer",
+            f"{kind.__name__} is not served over sequence groups. Of TRL these are: "
+            f"{', '.join(sorted({served.rsplit('.')[-1] for served in SERVED}))}",
+        )

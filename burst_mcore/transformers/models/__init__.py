@@ -3,7 +3,8 @@
 served         whether a model can be served; burst's attention put in
 attention      attention and masks of transformers, by BurstAttention; the masks of recurrences
 rotary         rotary embeddings whose frequencies depend on the length
-sequence       the hooks around the forward of a model that sees a shard
+sequence       the hooks around a model's forward; whole outputs from those of shards
+strategies     a batch that is whole, and sharded here; or a shard, which is trusted
 randomness     dropout masks and noise of each rank its own
 prefill        the prompt of generate, attended to by the ring
 checkpointing  a recompute policy, attached to a model

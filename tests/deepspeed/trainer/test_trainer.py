@@ -103,6 +103,32 @@ def own_compute_loss(self, model, inputs, return_outputs=False, **_):
     return (loss, outputs) if return_outputs else loss
 
 
+def of_labels(self, model, inputs, return_outputs=False, **_):
+    """A loss as one process makes it, of whole logits and labels that are not shifted."""
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def of_shifted(self, model, inputs, return_outputs=False, **options):
+    """The same of shifted labels, where ranks share the sequence."""
+    if self.args.deepspeed is None:
+        return of_labels(self, model, inputs)
+    labels = inputs.pop("shift_labels")
+    logits = model(**inputs).logits.flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    return burst.whole_loss(total, (labels != -100).sum())
+
+
+def of_shards(self, model, inputs, return_outputs=False, **options):
+    """The same of each rank's logits alone."""
+    if self.args.deepspeed is None:
+        return of_labels(self, model, inputs)
+    (part,) = burst.shard_loader(iter([inputs]), model)
+    assert part["input_ids"].numel() < inputs["input_ids"].numel()
+    return of_shifted(self, model, part)
+
+
 def penalised(self, model, inputs, **options):
     """The model's loss, and a penalty on weights that is as large."""
     from transformers import Trainer
@@ -231,6 +257,9 @@ OTHERS = {
     "loss of logits": {
         "data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "evaluated": UNEQUAL[:5],
     },
+    "loss of labels": {"data": UNEQUAL, "own": [("compute_loss", of_labels)]},
+    "loss of shifted labels": {"data": UNEQUAL, "own": [("compute_loss", of_shifted)]},
+    "loss of shards": {"data": UNEQUAL, "own": [("compute_loss", of_shards)]},
     "loss of logits, ZeRO-3": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "stage": 3},
     "a penalty": {"data": UNEQUAL, "own": [("compute_loss", penalised)]},
     "flattened rows": {
@@ -266,6 +295,8 @@ def test_schedules_adapters_and_flattened_rows(names, tmp_path):
             assert worst(ours[2], theirs[2]) < 1e-6, name
             for key in ("learning_rate", "epoch", "num_input_tokens_seen"):
                 assert log_of_history(ours[3], key) == log_of_history(theirs[3], key), (name, key)
+            operations = [log_of_history(x[3], "total_flos") for x in (ours, theirs)]
+            assert operations[0] == pytest.approx(operations[1], rel=1e-6), name
             evaluations = [log_of_history(x[3], "eval_loss") for x in (ours, theirs)]
             assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5), name
             assert len(evaluations[0]) == ("evaluated" in OTHERS[name])
@@ -436,28 +467,20 @@ def test_what_a_trainer_is_refused(tmp_path):
         assert "Accelerate's dispatch_batches=False for a streamed dataset" in found[5]
 
 
-def _own_loss(rank, size, folder):
-    """A Trainer whose loss is made of logits: there are no labels, and it says so."""
+def _unlabelled(rank, size, folder):
     from transformers import Trainer
-
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, **_):
-            labels = inputs.pop("labels")
-            logits = model(**inputs).logits
-            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     quiet()
     burst.replace_ulysses()
     arguments = arguments_of(folder, size, section={"fused_loss": False})
-    trainer = Own(model_of(), arguments, train_dataset=UNEQUAL, data_collator=collated)
-    with pytest.raises(RefusedError, match=r"refused \(labels\): .*whole_loss"):
-        trainer.train()
+    trainer = Trainer(model_of(), arguments, train_dataset=UNEQUAL, data_collator=collated)
+    trainer.train()
     unlabelled = [{"input_ids": row["input_ids"]} for row in ROWS[:3]]
-    return Trainer.predict(trainer, unlabelled).predictions.shape
+    return trainer.predict(unlabelled).predictions.shape
 
 
-def test_a_loss_of_logits_fails_and_data_without_labels_is_predicted(tmp_path):
-    for shape in processes(2, _own_loss, str(tmp_path)):
+def test_data_without_labels_is_predicted(tmp_path):
+    for shape in processes(2, _unlabelled, str(tmp_path)):
         assert shape == (3, len(ROWS[2]["input_ids"]), 61)
 
 

@@ -1,0 +1,401 @@
+"""What a model does with its batches: a class for each way, chosen when the model is prepared.
+
+ShardedBatch  trusts what it is given, as loops and loaders deal it: `initialize`, `parallelize`
+WholeBatch    shards what it is given, which is whole on every rank: Accelerate with cp_size
+LoadedBatch   shards what Accelerate's loaders give, and trusts other batches: Accelerate with sp_size
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from burst_mcore.agreement import Collective
+from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.layout import unshard
+from burst_mcore.recurrent.bound import mixers_of
+from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
+from burst_mcore.transformers.agreement import meet
+from burst_mcore.transformers.data.batches import WHOLE, digest_of_batch, documents, prepared
+from burst_mcore.transformers.data.loader import shard_of_whole_batch
+from burst_mcore.transformers.errors import RefusedError, refuse
+from burst_mcore.transformers.models.attention import Sequence
+from burst_mcore.transformers.models.prefill import Prefill, cache_name
+from burst_mcore.transformers.models.sequence import KEEP, Forward, SequenceParallel, kept, tokens_of
+from burst_mcore.transformers.models.served import FEATURES, switched_attention
+from burst_mcore.transformers.models.trl import asks_for_fused_head
+
+logger = logging.getLogger("burst_mcore")
+
+OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+"""Arguments of a forward that a model without a loss does not get."""
+
+
+@dataclass(eq=False)
+class _Forwards:
+    """Forwards over a shard of a batch, which is given or dealt here, and over tokens beside a cache.
+
+    Before a forward over a shard the ranks exchange positions and numbers of labels, a few bytes a token: so
+    each knows the documents of the whole sequence, and by how many labels the loss is divided where the
+    caller (the Trainer) does not give `num_items_in_batch` itself.
+    """
+
+    of: SequenceParallel
+
+    def _sharded(self, arguments: dict[str, Any]) -> Forward:
+        """Prepare a forward over a shard, with labels (training, evaluation) or without."""
+        problem: Exception | None = None
+        if not self.of.makes_loss:
+            arguments = {name: x for name, x in arguments.items() if name not in OF_LOSS}
+        positions, valid, columns = None, 0, Columns.taken(arguments)
+        beside = ("a cache", cache_name(arguments)), ("TRL's fused head", asks_for_fused_head(arguments))
+        types = self._types(arguments)
+        own = ("attention of the caller's own", self.of.trusted), ("a mask of types of tokens", types)
+        try:
+            refuse("tree", columns.why_not_served(self.of.model, *beside, *own))
+            self._refuse_whole_answers(arguments)
+            arguments, positions, valid = self._own(arguments)
+            self._refuse_columns({WEIGHTS: columns.weights}, positions.shape)
+        except Exception as error:  # of any kind: the others must not wait for this rank
+            problem, columns = error, Columns()
+        has_loss = arguments.get("shift_labels") is not None
+        lengths, valid = self._exchange(problem, positions, valid, columns.number, has_loss, bool(types))
+        assert positions is not None
+        whole = self._whole(positions, lengths).cpu()
+        arguments |= {name: self._whole(x, lengths) for name, x in types.items()}
+        ends = () if columns.tree is not None else _packed(documents(whole))
+        refuse("tree", columns.why_not_its_depths(whole))
+        self._refuse_long(int(whole.max()))
+        if has_loss:
+            arguments["labels"] = arguments["shift_labels"]
+            if arguments.get("num_items_in_batch") is None:
+                arguments["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
+        if self.of.topology.size > 1 or has_loss:
+            arguments["use_cache"] = self.of.topology.size == 1 and bool(arguments.get("use_cache"))
+        n, last = whole.shape[1], int(whole.max())
+        sequence = Sequence(self.of.topology, self.of.config, n, ends, last, columns)
+        if not has_loss:
+            return sequence, arguments, _unchanged
+        if asks_for_fused_head(arguments):
+            return sequence, arguments, lambda out: self.of.with_whole_tokens(out, positions.shape[1])
+        return sequence, arguments, self.of.with_whole_loss
+
+    def _refuse_long(self, last: int) -> None:
+        """Raise RefusedError, on all ranks alike, if the model has no embedding for the last position."""
+        if self.of.most_positions is not None and last >= self.of.most_positions:
+            raise RefusedError(
+                "position_ids",
+                f"{type(self.of.model).__name__} has embeddings of {self.of.most_positions} positions, the "
+                f"sequence has {last + 1}: cut the sample, or pack shorter documents",
+            )
+
+    def _own(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
+        """Check this rank's part of a batch; return its arguments, positions and number of labels."""
+        refuse("model", None if self.of.trusted else switched_attention(self.of.model))
+        ids = tokens_of(arguments)
+        positions, labels, shifted = (arguments.get(x) for x in ("position_ids", "labels", "shift_labels"))
+        if positions is None and isinstance(ids, Tensor) and self.of.topology.size == 1:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
+            raise RefusedError(
+                "position_ids",
+                "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: "
+                "without, every rank would count from 0. Wrap the loader (burst.shard_loader, cp.loader), or "
+                "deal them with the ids",
+            )
+        if positions.dim() == 2 and len(positions) == 1:
+            positions = positions.expand(ids.shape[0], -1)
+        self._refuse_columns({**arguments, "position_ids": positions}, ids.shape[:2])
+        if shifted is None and labels is not None:
+            if self.of.topology.size > 1:
+                raise RefusedError(
+                    "labels",
+                    "labels must be shifted before the sequence is dealt: give shift_labels "
+                    "(burst.shard_loader and cp.loader do). Shifted in a shard each seam loses a token",
+                )
+            shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, dict):
+            raise RefusedError("attention_mask", "masks by kinds of layers are not served: give one, of all")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+            raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
+        arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}
+        if shifted is None:
+            return {name: x for name, x in arguments.items() if name != "shift_labels"}, positions, 0
+        return arguments, positions, self._counted(ids, shifted)
+
+    def _refuse_whole_answers(self, arguments: dict[str, Any]) -> None:
+        """Raise RefusedError where a shard is asked for what only the whole sequence has."""
+        if self.of.group is None:
+            return
+        of_config = getattr(self.of.model.config, "output_router_logits", False)
+        every_shard = (
+            "it would choose tokens in every shard: leave it out, and choose in the gathered logits; "
+            "generate sets it, and needs use_cache"
+        )
+        for name, asked, why in (
+            (KEEP, kept(arguments) is not None, every_shard),
+            ("cache", arguments.get("use_cache"), "a shard has none to return: leave use_cache out"),
+            ("output_attentions", arguments.get("output_attentions"), "attention weights are never made"),
+            (
+                "auxiliary loss",
+                arguments.get("output_router_logits", of_config),
+                "a loss balancing experts is no sum over tokens of a shard",
+            ),
+        ):
+            refuse(name, why if asked else None)
+
+    def _counted(self, ids: Tensor, shifted: Tensor) -> int:
+        """Return the number of labels. Numbers beyond the vocabulary would fail later, on this rank alone."""
+        settings: Any = self.of.model.config
+        size = getattr(settings.get_text_config(), "vocab_size", float("inf"))
+        valid, ends = shifted != IGNORED, () if ids.is_floating_point() else ids.aminmax()
+        count, *tokens = torch.stack([valid.sum(), *shifted.where(valid, 0).aminmax(), *ends]).tolist()
+        if not 0 <= min(tokens) <= max(tokens) < size:
+            numbers = f"[0, {size}), or {IGNORED} for no label, got {min(tokens)} to {max(tokens)}"
+            raise RefusedError("labels", f"tokens and labels must be in {numbers}")
+        return int(count)
+
+    def _refuse_columns(self, arguments: dict[str, Any], shape: torch.Size) -> None:
+        """Raise RefusedError for columns that do not go with a shard of the tokens."""
+        for name, x in arguments.items():
+            came = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
+            if name in ("position_ids", WEIGHTS, self.of.types) and x is not None and came != [*shape]:
+                raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {came}")
+            if name in FEATURES and x is not None:
+                raise RefusedError("batch", f"{name} are merged with whole sequences: give inputs_embeds")
+
+    def _types(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the column of which the model makes its masks, by its name, if it came."""
+        return {name: x for name, x in arguments.items() if name == self.of.types and x is not None}
+
+    def _exchange(
+        self, problem: Exception | None, positions: Tensor | None, valid: int, tree: int, *has: bool
+    ) -> tuple[list[int], int]:
+        """Return (tokens of each rank, labels of all ranks); an error of one rank is an error of all."""
+        rows, tokens = (0, 0) if positions is None else positions.shape
+        if self.of.group is None:
+            if problem is not None:
+                raise problem
+            return [tokens], valid
+        meet(self.of.topology, "a forward over shards")
+        every = Collective(self.of.group).integers([problem is not None, rows, tokens, valid, tree, *has])
+        failed, batch, lengths, labels, trees, *columns = (list(x) for x in zip(*every, strict=True))
+        if problem is not None:
+            raise problem
+        if any(failed):
+            raise RefusedError("another rank", f"ranks {_where(failed)} of the group refused their batch")
+        if len(set(batch)) > 1:
+            raise RefusedError("batch", f"the ranks of the sequence group have {batch} rows of one batch")
+        for name, column in zip(("shift_labels", self.of.types), columns, strict=True):
+            differ = f"ranks {_where(column)} of the sequence group have {name}, the others none"
+            refuse("labels" if name == "shift_labels" else "batch", differ if len({*column}) > 1 else None)
+        refuse("tree", "ranks of a sequence group have different trees" if len({*trees}) > 1 else None)
+        return lengths, sum(labels)
+
+    def _whole(self, positions: Tensor, lengths: list[int]) -> Tensor:
+        """Return the positions of the whole sequence, [rows, tokens]."""
+        if self.of.group is None:
+            return positions
+        longest = max(lengths)
+        mine = nn.functional.pad(positions, (0, longest - positions.shape[1])).contiguous()
+        every = [torch.empty_like(mine) for _ in lengths]
+        dist.all_gather(every, mine, group=self.of.group)
+        parts = [x[:, :n] for x, n in zip(every, lengths, strict=True)]
+        try:
+            return unshard(parts, 1, layout=self.of.config.layout)
+        except ValueError as error:
+            raise RefusedError(
+                "layout", f"{error}. Was the batch dealt by another, or is this generate without its cache?"
+            ) from None
+
+    def _cached(self, arguments: dict[str, Any], whole: bool) -> bool:
+        """Return whether a forward has a cache, or makes one, as MiniMax does of a whole batch."""
+        makes = whole and arguments.get("use_cache") and mixers_of(self.of.model)
+        return cache_name(arguments) is not None or bool(makes)
+
+    def _dealt_here(self, arguments: dict[str, Any]) -> Forward:
+        """Prepare a forward whose batch is whole on every rank, and deal it; what comes back is whole.
+
+        In training with labels no logits come back: the loss is made.
+        """
+        assert self.of.group is not None
+        labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
+        meet(self.of.topology, "a forward over whole batches")
+        keep = kept(arguments)
+        part = shard_of_whole_batch({**arguments, KEEP: keep}, self.of.dealing, self.of.group)
+        part.pop(KEEP, None)
+        if labelled and keep is not None:
+            raise RefusedError(KEEP, "a loss is of all tokens: leave it out, or the labels")
+        tokens = tokens_of(arguments).shape[1]
+        fused = asks_for_fused_head(arguments)
+        if not labelled and not fused:
+            part.pop("shift_labels")
+        sequence, part, finish = self._sharded(part)
+        local, mine = tokens_of(part).shape[1], self.of.choose(keep, tokens, part)
+        if fused:  # of labels that are not shifted TRL expects one number fewer than tokens
+            return sequence, part, lambda out: self.of.with_whole_tokens(out, local, tokens - 1)
+
+        def whole(out: Any) -> Any:
+            out = finish(out)
+            if labelled and (self.of.model.training or self.of.loss_only):
+                out["logits"] = None
+            return self.of.with_whole_outputs(out, local, tokens, mine)
+
+        return sequence, part, whole
+
+    def _generating(self, arguments: dict[str, Any]) -> Forward:
+        """Prepare a forward of `generate`, with a cache: ranks have all tokens; the prompt is dealt here."""
+        if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
+            raise RefusedError("labels", "a forward with a cache has no loss")
+        new = tokens_of(arguments)
+        before, n = _tokens_of_cache(arguments), new.shape[1]
+        layers = getattr(arguments.get(cache_name(arguments) or ""), "layers", ())
+        if any(hasattr(layer, "max_cache_len") for layer in layers):
+            raise RefusedError("cache", "static caches are unsupported: use the default, a DynamicCache")
+        self._refuse_shards(arguments, before, n)
+        if before or n == 1 or self.of.group is None or mixers_of(self.of.model):  # no rank has all states
+            return Sequence(Topology.single(), self.of.config, before + n), arguments, _unchanged
+        self._refuse_long(n - 1)
+        prefill = Prefill(self.of.topology, self.of.group, self.of.config, n)
+        behind = (0, prefill.padded - n)
+        types = {k: nn.functional.pad(x, behind, value=-1) for k, x in self._types(arguments).items()}
+        sequence = Sequence(self.of.topology, self.of.config, prefill.padded, last=n - 1)
+        part = prefill.begin(arguments | types)
+        local, mine = part["input_ids"].shape[1], self.of.choose(kept(arguments), n, part)
+
+        def whole(out: Any) -> Any:
+            return self.of.with_whole_outputs(prefill.finish(out), local, n, mine)
+
+        return sequence, part, whole
+
+    def _refuse_shards(self, arguments: dict[str, Any], before: int, n: int) -> None:
+        """Raise RefusedError where the tokens beside a cache are a shard, which would miss the others'."""
+        positions = arguments.get("position_ids")
+        if self.of.group is None:
+            alike = True
+        elif before or n == 1:  # each rank goes on by itself
+            here = torch.arange(before, before + n)
+            alike = positions is None or torch.equal(positions.cpu(), here.expand(positions.shape))
+        else:
+            tensors = {**arguments, KEEP: kept(arguments)}
+            alike = len({*map(tuple, Collective(self.of.group).integers([digest_of_batch(tensors)]))}) == 1
+        if not alike:
+            raise RefusedError(
+                "cache",
+                "a forward with a cache takes all tokens on every rank of a group, as generate does: these "
+                "are a shard, or other ranks have other tokens. Leave the cache out",
+            )
+
+
+class WholeBatch(_Forwards):
+    """Shards what it is given: every rank of a group has the whole batch, and gets whole outputs."""
+
+    def forward(self, arguments: dict[str, Any]) -> Forward:
+        """Return the forward over this rank's shard of a whole batch, or over all tokens beside a cache."""
+        shared = self.of.group is not None
+        cached = self._cached(arguments, shared)
+        if shared and (asks_for_fused_head(arguments) or not cached):
+            return self._dealt_here(arguments)
+        return self._generating(arguments) if cached else self._sharded(arguments)
+
+
+@dataclass(eq=False)
+class ShardedBatch(_Forwards):
+    """Trusts what it is given: each rank's shard of a batch, with its positions and shifted labels.
+
+    Batches beside a cache are whole here too, and those for TRL's fused head whose labels are not shifted.
+    """
+
+    _warned: bool = False
+
+    def forward(self, arguments: dict[str, Any]) -> Forward:
+        """Return the forward over the shard that this rank was given."""
+        whole = self.of.group is not None and arguments.get("shift_labels") is None
+        if arguments.get(TREE) is None and whole and asks_for_fused_head(arguments):
+            return self._dealt_here(arguments)
+        if arguments.get(TREE) is None and self._cached(arguments, whole):
+            return self._generating(arguments)
+        sequence, arguments, finish = self._sharded(arguments)
+        if finish is _unchanged:
+            self._warn_of_own_loss()
+        return sequence, arguments, finish
+
+    def _warn_of_own_loss(self) -> None:
+        """Say, once, how a loss is made of a shard's logits, where this forward seems to be for that."""
+        trains = self.of.model.training and torch.is_grad_enabled() and self.of.group is not None
+        if trains and not self._warned and dist.get_rank() == 0:
+            logger.warning(
+                "a training forward over shards has no labels: make its loss with burst.whole_loss or "
+                "cp.whole_loss(sum of this rank's losses, number of its labels), or its gradient is wrong"
+            )
+        self._warned = self._warned or trains
+
+
+@dataclass(eq=False)
+class LoadedBatch(_Forwards):
+    """Shards the whole batches of Accelerate's loaders, and trusts shards that a caller deals."""
+
+    alone: bool = False
+    """Whether an evaluation's batch of no loader, which has no shift_labels, is of this rank alone."""
+    evaluations: set[int] = field(default_factory=set)
+    """Iterations of evaluation that are open: what is not trained on is whole meanwhile."""
+
+    def __post_init__(self) -> None:
+        self._trusting, self._sharding = ShardedBatch(self.of), WholeBatch(self.of)
+
+    def forward(self, arguments: dict[str, Any]) -> Forward:
+        """Return the forward over this rank's shard, or over a batch of this rank alone."""
+        evaluates, marked = not self.of.model.training, arguments.pop(WHOLE, None) is not None
+        lacks = {x for x in ("labels", "shift_labels") if arguments.get(x) is None}
+        if marked or (evaluates and self.evaluations):
+            if lacks and not evaluates:  # the caller has taken them, and makes a loss of logits
+                arguments = {name: x for name, x in arguments.items() if name not in OF_LOSS}
+            return self._sharding.forward(arguments)
+        given = "shift_labels" not in lacks or arguments.get(TREE) is not None
+        if evaluates and self.alone and not (given or asks_for_fused_head(arguments)):
+            return self._of_this_rank(arguments)
+        return self._trusting.forward(arguments)
+
+    def _of_this_rank(self, arguments: dict[str, Any]) -> Forward:
+        """Prepare a forward of this rank alone over whole sequences; the loss is the model's own."""
+        new = tokens_of(arguments)
+        before, positions = _tokens_of_cache(arguments), arguments.get("position_ids")
+        mask = arguments.get("attention_mask")
+        ends: tuple[tuple[int, ...], ...] = ()
+        if not before:  # of a batch that is padded on the right, or packed
+            real = {} if mask is None else {"attention_mask": mask}
+            place = {} if positions is None else {"position_ids": positions.expand(new.shape[:2])}
+            ids = torch.zeros(new.shape[:2], dtype=torch.int64)
+            types = self._types(arguments)
+            columns = {name: x.cpu() for name, x in {**real, **place, **types}.items()}
+            whole = prepared({"input_ids": ids, **columns}, multiple=1, types=self.of.types)
+            ends = documents(whole["position_ids"])
+            arguments |= {name: whole[name].to(x.device) for name, x in types.items()}
+            arguments["attention_mask"] = None
+        sequence = Sequence(Topology.single(), self.of.config, before + new.shape[1], _packed(ends))
+        return sequence, arguments, _unchanged
+
+
+def _unchanged(out: Any) -> Any:
+    return out
+
+
+def _tokens_of_cache(arguments: dict[str, Any]) -> int:
+    """Return how many tokens the cache of a forward holds; a cache of states alone counts none."""
+    name = cache_name(arguments)
+    return 0 if name is None or all(arguments[name].is_linear) else int(arguments[name].get_seq_length())
+
+
+def _packed(ends: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """cu_seqlens of the rows; () where no row has more than one document."""
+    return ends if any(len(row) > 2 for row in ends) else ()
+
+
+def _where(flags: list[int]) -> list[int]:
+    return [rank for rank, flag in enumerate(flags) if flag]
