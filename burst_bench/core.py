@@ -307,7 +307,7 @@ def shareable(case: Any, ranks: int) -> str | None:
 
 
 def shared_heads(case: Any, ranks: int) -> str | None:
-    """Return the need of a method that deals heads, and K/V heads, evenly over so many ranks."""
+    """Return the need of a method that shards heads, and K/V heads, evenly over so many ranks."""
     if not case.heads % ranks and not case.kv_heads % ranks:
         return None
     return f"heads and K/V heads that are multiples of {ranks}, got {case.heads} and {case.kv_heads}"

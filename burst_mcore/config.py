@@ -40,7 +40,7 @@ class BurstConfig:
     parallelism, which depend on the call.
     """
 
-    layout: Layout | str = setting("zigzag", NAMES, "How tokens are dealt over the ranks.", hashed=False)
+    layout: Layout | str = setting("zigzag", NAMES, "How tokens are sharded over the ranks.", hashed=False)
     """A `Layout`, or its word. Each call hashes its config, of which few differ in the layout alone."""
 
     backward: str = setting(

@@ -2,7 +2,7 @@
 
     python examples/finetune_fsdp.py --cp 2 --data FILE_OR_FOLDER [--model FOLDER]     (make finetune)
 
-The job is that of finetune_hf.py, without DeepSpeed: burst_mcore.torch.parallelize deals sequences over --cp
+The job is that of finetune_hf.py, without DeepSpeed: burst_mcore.torch.parallelize shards sequences over --cp
 ranks. It leaves metrics.jsonl, loss.png and distributed checkpoints in --out, a folder for each saved step. A
 second run resumes from the last of them that is whole, at another --cp too.
 """

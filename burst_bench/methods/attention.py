@@ -34,7 +34,7 @@ class RingCase(Case, LayerProblem):
     """0: as many as heads."""
     head_dim: int = 64
     layout: str = "zigzag"
-    """How methods of ours deal the sequence; "auto": as the mask wants it."""
+    """How methods of ours shard the sequence; "auto": as the mask wants it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -42,7 +42,7 @@ class RingCase(Case, LayerProblem):
         LayerProblem.__post_init__(self)
 
     @property
-    def dealt(self) -> Layout:
+    def sharded(self) -> Layout:
         if self.layout == "auto":
             return Layout.for_mask(self.seen, self.seq, self.ranks)
         return Layout.of(self.layout)
@@ -96,7 +96,7 @@ def burst(
     Ranks share heads in groups of `heads`, None: all. Where there are fewer nodes than `nodes`, so many are
     pretended. `rates`: those for which "auto" chooses; None: of the machine.
     """
-    topology, layout = Topology.from_group(world.group, rates=rates), case.dealt
+    topology, layout = Topology.from_group(world.group, rates=rates), case.sharded
     if topology.nodes < nodes:
         topology = Topology.from_group(world.group, intra_size=world.size // nodes, rates=rates)
     degree = heads or topology.size

@@ -41,7 +41,7 @@ def templates() -> Any:
 
 
 def choose(rotates: str, balanced: bool = True) -> None:
-    """Set the options of all templates: how keys rotate, and whether the sequence is dealt zigzag."""
+    """Set the options of all templates: how keys rotate, and whether the sequence is sharded zigzag."""
     templates().set_rotate_method(TRAVELS[rotates])
     templates()._cp_options.enable_load_balance = balanced
 

@@ -25,7 +25,7 @@ from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
 
 IGNORED = -100
-Dealt = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+Sharded = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 """Makes a context in which a step runs, with this rank's part of the batch."""
 
 
@@ -40,7 +40,7 @@ def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     model, head = llama(case).to(world.device), "fused" if setting.fused else "model"
     kept = setting.recompute
     cp = parallelize(model, world.group, config=setting.config, loss=head, checkpointing=kept)
-    batch = {name: x.to(world.device) for name, x in cp.deal({"input_ids": case.sample}).items()}
+    batch = {name: x.to(world.device) for name, x in cp.shard({"input_ids": case.sample}).items()}
 
     def backward() -> Tensor:
         loss: Tensor = model(**batch).loss
@@ -50,13 +50,13 @@ def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     return _train(model, case, world, backward)
 
 
-def _theirs(case: TrainedCase, world: World, attention: Callable[..., Any], dealt: Dealt) -> Train:
-    """Return the step of a loop that deals a batch by itself. Collective."""
+def _theirs(case: TrainedCase, world: World, attention: Callable[..., Any], sharded: Sharded) -> Train:
+    """Return the step of a loop that shards a batch by itself. Collective."""
     model = llama(case).to(world.device)
     attend_by(model, attention)
 
     def backward() -> Tensor:
-        with dealt() as batch:
+        with sharded() as batch:
             labels = batch["shift_labels"]
             loss = model(**batch, labels=labels, num_items_in_batch=case.seq - 1, use_cache=False).loss
             (loss * case.ranks).backward()
@@ -95,11 +95,11 @@ def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
 
 
 def _context_parallel(rotates: str, case: TrainedCase, world: World) -> Train:
-    """FSDP2 x context_parallel: torch deals buffers zigzag, and takes sdpa's calls within its context."""
+    """FSDP2 x context_parallel: torch shards buffers zigzag, and takes sdpa's calls within its context."""
     mesh, batch = DeviceMesh.from_group(world.group, world.device), _batch(case, world)
 
     @contextmanager
-    def dealt() -> Iterator[Mapping[str, Tensor]]:
+    def sharded() -> Iterator[Mapping[str, Tensor]]:
         from torch.distributed.tensor.experimental import context_parallel
 
         choose(rotates)
@@ -110,7 +110,7 @@ def _context_parallel(rotates: str, case: TrainedCase, world: World) -> Train:
         ):
             yield mine
 
-    return _theirs(case, world, causal, dealt)
+    return _theirs(case, world, causal, sharded)
 
 
 def _ulysses(case: TrainedCase, world: World) -> Train:
@@ -128,7 +128,7 @@ def _ulysses(case: TrainedCase, world: World) -> Train:
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x with its dim 1 dealt over the ranks, and all of dim 2: of heads and tokens one. Collective."""
+    """Return x with dim 1 sharded over the ranks, and all of dim 2: of heads and tokens one. Collective."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     parts = torch.stack(x.chunk(group.size(), 1))

@@ -105,9 +105,9 @@ def _model(case: TrainedCase, cp: int, spec_of: Callable[[Any], Any], world: Wor
 
 def _batch(case: TrainedCase, world: World, cp: int) -> tuple[Any, ...]:
     """Return this rank's tokens, positions, no mask, no input besides, and labels."""
-    deal = partial(shard, dim=1, rank=world.rank % cp, size=cp, layout="zigzag")
+    part_of = partial(shard, dim=1, rank=world.rank % cp, size=cp, layout="zigzag")
     whole = case.sample, torch.arange(case.seq)[None], case.sample.roll(-1, 1)
-    tokens, where, labels = (deal(x).to(world.device) for x in whole)
+    tokens, where, labels = (part_of(x).to(world.device) for x in whole)
     return tokens, where, None, None, labels
 
 

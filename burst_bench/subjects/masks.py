@@ -96,7 +96,7 @@ class MaskCase(RingCase):
         ranks = Ranks(self.ranks, self.ranks)
         drawing = draw(self, ranks, CPU, BurstConfig(ring="auto"), Pass.FORWARD, self.layout)
         width = 2 * self.heads * self.head_dim * DTYPES[self.dtype].itemsize
-        yield "plan", "busiest / mean", [imbalance(self.dealt, self.seen, n, self.ranks)]
+        yield "plan", "busiest / mean", [imbalance(self.sharded, self.seen, n, self.ranks)]
         for name, number in (("sent", 0), ("all-gather", 1)):
             yield "plan", name, [sum(bytes_[number] for bytes_ in drawing.sent.values())]
         yield "plan", "least", [drawing.plan.reading(of_queries=False).elsewhere * width]
@@ -116,7 +116,7 @@ class MaskCase(RingCase):
 
 def bare_tiles(case: MaskCase, kernel: Kernel) -> list[list[Tiles]]:
     """Return for each rank the tiles of its queries with the keys of every rank."""
-    layout, size = case.dealt, case.ranks
+    layout, size = case.sharded, case.ranks
     plan, tensors = plan_for(layout, case.seen, case.seq, size), case.tensors()
     shards = [[shard(x, 1, rank=rank, size=size, layout=layout) for x in tensors] for rank in range(size)]
     return [

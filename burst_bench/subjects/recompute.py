@@ -57,7 +57,7 @@ class LayersCase(Case):
 
     @property
     def divisor(self) -> int:
-        """The layout deals multiples of so many tokens."""
+        """The layout shards multiples of so many tokens."""
         return Layout.of(self.layout).divisor(self.ranks)
 
     @property

@@ -71,7 +71,7 @@ class Board:
         self.store.set(f"place/{self.rank}", f"{count} {place}")
 
     def absent(self, count: int) -> str:
-        """Return the ranks that have come to fewer places, each with its last: "rank 1, last at cp.deal"."""
+        """Return the ranks that have come to fewer places, each with its last: "rank 1, last at cp.shard"."""
         absent = []
         with contextlib.suppress(RuntimeError):  # the store goes with its process: nobody can be asked
             for rank in range(self.size):

@@ -194,7 +194,6 @@ def never_joined(stand: Stand) -> bool:
 
 
 def _begun(group: Any) -> int:
-    """Return how many collectives of the group this rank has begun."""
     return int(group._get_sequence_number_for_group())
 
 

@@ -51,7 +51,7 @@ def burst_attention(
 
     Args:
         q: [batch, local sequence, heads, head_dim]; float32, bfloat16, float16 (float64 for tests). A rank
-            holds what `shard` deals it: fewer tokens than others, or none, where the length does not divide.
+            holds its shard: fewer tokens than others, or none, where the length does not divide.
         k: [batch, local sequence, kv_heads, head_dim]; kv_heads divides heads and is never repeated on the
             ring. Same dtype and device as q.
         v: [batch, local sequence, kv_heads, value_dim].

@@ -219,7 +219,7 @@ def _typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mas
 
     Documents are replaced by others, the same for all of a kind. They are about as long as a typical token's
     document, to a power of two. Their lengths differ, so that they end anywhere in a rank's share, as real
-    ones do. The chunks of a layout that was made for documents are dealt in turn.
+    ones do. The chunks of a layout that was made for documents are sharded in turn.
     """
     ends = mask.document_ends
     if ends is None:
@@ -231,8 +231,8 @@ def _typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mas
         even = torch.tensor([*range(0, n, length), n])
         return Layout("zigzag-documents", ends=tuple(even.tolist())), mask.of_layer & Mask.documents(even)
     if layout.kind == "chunks":
-        dealt = size * len(layout.chunks[0])
-        layout = Layout("chunks", chunks=tuple(tuple(range(r, dealt, size)) for r in range(size)))
+        sharded = size * len(layout.chunks[0])
+        layout = Layout("chunks", chunks=tuple(tuple(range(r, sharded, size)) for r in range(size)))
     return layout, mask.of_layer & Mask.documents(_uneven(n, length))
 
 

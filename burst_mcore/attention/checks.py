@@ -170,7 +170,7 @@ def no_group(topology: Topology, device: str) -> ValueError:
 
 @lru_cache(maxsize=1024)
 def check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
-    """Refuse lengths of ranks that are not those which the layout deals."""
+    """Refuse lengths of ranks that are not those which the layout shards."""
     n, size = sum(lengths), len(lengths)
     if n < 1:
         raise ValueError("the sequence is empty: no rank holds a token")
@@ -178,7 +178,7 @@ def check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
     if lengths != legal:
         raise ValueError(
             f"the ranks hold {_listed(lengths)} tokens, {n} in all, but layout {layout} on {size} ranks "
-            f"deals them as {_listed(legal)}: use burst_mcore.shard(), or pad the sequence to a multiple of "
+            f"shards them as {_listed(legal)}: use burst_mcore.shard(), or pad the sequence to a multiple of "
             f"{layout.divisor(size)} tokens"
         )
 

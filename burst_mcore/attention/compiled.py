@@ -61,7 +61,6 @@ def _options(key: str) -> Options:
 
 
 def _forget_tickets() -> None:
-    """Free what is kept for tickets that are gone."""
     for address, (storage, *_) in list(_KEPT.items()):
         if storage.expired():
             _KEPT.pop(address, None)

@@ -153,11 +153,11 @@ def prepare(
     """
     if not (isinstance(mask, Mask) or callable(mask)):
         raise ValueError(f"mask must be a Mask, got {brief(mask)}: Mask.documents(cu_seqlens), ...")
-    dealt = None if layout is None else Layout.of(layout)
+    sharded = None if layout is None else Layout.of(layout)
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
     futures = []
     for request in [kind for kind in list(_remembered.values()) if kind.ranks.size == ranks]:
-        config = request.config if dealt is None else replace(request.config, layout=dealt)
+        config = request.config if sharded is None else replace(request.config, layout=sharded)
         try:
             own = request.mask & mask if isinstance(mask, Mask) else mask(request.mask)
         except ValueError:  # batches like this one have no such call

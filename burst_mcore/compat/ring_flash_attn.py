@@ -2,7 +2,7 @@
 
 Stacks that call `substitute_hf_flash_attn` once and `update_ring_flash_attn_params` before each forward
 (OpenRLHF, prime-rl, axolotl, slime's FSDP) import them from here. The contract is the same: one packed row,
-dealt in equal contiguous parts, cu_seqlens of the whole row, and losses and gradients are the caller's.
+sharded in equal contiguous parts, cu_seqlens of the whole row, and losses and gradients are the caller's.
 https://github.com/zhuzilin/ring-flash-attention, ring_flash_attn/adapters/hf_adapter.py, at 123f924.
 """
 
@@ -19,7 +19,7 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.mask import Mask
 
 CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
-"""How callers deal sequences; heads are shared where that is faster, since such parts are not balanced."""
+"""How callers shard sequences; heads are shared where that is faster, since such parts are not balanced."""
 PREFIX = "flash_attention_"
 """Of the names of attention that are replaced."""
 

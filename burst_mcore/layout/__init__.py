@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which tokens of a sequence, and the tensors dealt so.
+"""Layouts: which rank holds which tokens of a sequence, and the tensors sharded so.
 
 kinds     the ways to share out tokens, a class each: contiguous, zigzag, striped, ...; ranges of tokens
 layout    Layout, the value that names a kind with its parameters; shard, unshard, positions

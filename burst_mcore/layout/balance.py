@@ -24,7 +24,7 @@ EVEN = 1.05
 EVEN_WINDOW = 1.10
 """The ratio for windows: contiguous, ranks exchange halos with neighbours only, which is worth a little."""
 FINEST = 64
-"""The most chunks that `layout_for` deals to a rank."""
+"""The most chunks that `layout_for` shards to a rank."""
 LOOKED_AT = 8
 """How many ranks, those with the least work, a chunk may go to."""
 
@@ -75,13 +75,13 @@ def _count(bands: Tensor, n: int) -> Tensor:
     return (jumps[:n] + slopes[:n].cumsum(0)).cumsum(0)
 
 
-class Dealt(Protocol):
+class Sharded(Protocol):
     """The part of `Layout` that this file needs; `Layout` imports this file."""
 
     def run_table(self, n: int, size: int) -> Tensor: ...
 
 
-def work(layout: Dealt, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
+def work(layout: Sharded, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
     """Return the query-key pairs of each rank, int64 [size]: of its queries, and of its keys.
 
     Raises:
@@ -95,7 +95,7 @@ def work(layout: Dealt, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def pairs_before(
-    layout: Dealt, mask: Mask, n: int, size: int, cuts: Tensor, *, transposed: bool = False
+    layout: Sharded, mask: Mask, n: int, size: int, cuts: Tensor, *, transposed: bool = False
 ) -> Tensor:
     """Return the query-key pairs of each rank's queries before each cut, int64 [cuts, size].
 
@@ -122,7 +122,7 @@ def _sums(mask: Mask, n: int, transposed: bool) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), _per_row(mask, n, transposed).cumsum(0)])
 
 
-def imbalance(layout: Dealt, mask: Mask, n: int, size: int) -> float:
+def imbalance(layout: Sharded, mask: Mask, n: int, size: int) -> float:
     """Return the work of the busiest rank over the mean, of queries or of keys: the larger; 1.0 is even.
 
     Raises as `work`.
@@ -164,13 +164,13 @@ def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
                 yield {"kind": "stacked-zigzag", "stacks": stacks}
         each = 2
         while each <= FINEST and size * each <= n:
-            yield {"kind": "chunks", "chunks": _dealt(mask, n, size, each)}
+            yield {"kind": "chunks", "chunks": _sharded(mask, n, size, each)}
             each *= 2
         yield {"kind": "striped"}
 
 
-def _dealt(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """Deal chunks, those with most work first, each to the rank that then has least: `each` chunks a rank.
+def _sharded(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], ...]:
+    """Shard chunks, those with most work first, each to the rank that then has least: `each` chunks a rank.
 
     Candidates are the `LOOKED_AT` ranks with the least work before.
     """
@@ -179,7 +179,7 @@ def _dealt(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], .
     sums = [_sums(mask, n, transposed) for transposed in (False, True)]
     of_queries, of_keys = ((x[edges[1:]] - x[edges[:-1]]).tolist() for x in sums)
     load = [(0, 0)] * size
-    dealt: list[list[int]] = [[] for _ in range(size)]
+    sharded: list[list[int]] = [[] for _ in range(size)]
     least = [(0, rank) for rank in range(size)]
     for chunk in sorted(range(chunks), key=lambda c: -max(of_queries[c], of_keys[c])):
         q, k = of_queries[chunk], of_keys[chunk]
@@ -188,8 +188,8 @@ def _dealt(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], .
         for entry in looked_at:
             if entry[1] != rank:
                 heapq.heappush(least, entry)
-        dealt[rank].append(chunk)
+        sharded[rank].append(chunk)
         load[rank] = load[rank][0] + q, load[rank][1] + k
-        if len(dealt[rank]) < each:
+        if len(sharded[rank]) < each:
             heapq.heappush(least, (after, rank))
-    return tuple(map(tuple, dealt))
+    return tuple(map(tuple, sharded))

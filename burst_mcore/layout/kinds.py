@@ -52,7 +52,7 @@ def joined_table(ranks: Tensor, start: Tensor, stop: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """A way to deal a sequence over the G ranks of a ring. Its fields are its parameters, with defaults.
+    """A way to shard a sequence over the G ranks of a ring. Its fields are its parameters, with defaults.
 
     Methods get a length that `divisor` divides, and at least two ranks.
     """
@@ -89,7 +89,7 @@ class LayoutKind:
 
     @property
     def length(self) -> int:
-        """The only length of sequences that it deals; 0: any."""
+        """The only length of sequences that it shards; 0: any."""
         return 0
 
     def check(self, size: int) -> None:
@@ -113,7 +113,7 @@ class LayoutKind:
         return None
 
     def edges(self, n: int, size: int) -> Tensor:
-        """Return ascending positions between which the sequence is dealt alike, int64 [edges], from 0."""
+        """Return ascending positions between which the sequence is sharded alike, int64 [edges], from 0."""
         return torch.arange(0, n, n // self.divisor(size))
 
 
@@ -138,7 +138,7 @@ class Chunked(LayoutKind):
 
 
 class Periodic(Chunked):
-    """A kind that deals equal pieces of the sequence, its periods, all in the same way."""
+    """A kind that shards equal pieces of the sequence, its periods, all in the same way."""
 
     def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
         """Return the chunks of a period that a rank holds, ascending; all ranks hold as many."""
@@ -198,7 +198,7 @@ class Striped(LayoutKind):
 
 @dataclass(frozen=True)
 class StackedZigzag(Zigzag):
-    """The sequence is cut into `stacks` pieces, each dealt zigzag."""
+    """The sequence is cut into `stacks` pieces, each sharded zigzag."""
 
     word, written = "stacked-zigzag", "stacked-zigzag:K (K times 2G chunks)"
     number, usual = "stacks", 2
@@ -224,7 +224,7 @@ class BlockStriped(Contiguous):
     def check(self, size: int) -> None:
         if self.block % size:
             raise ValueError(
-                f"layout {self} deals each block over the {size} ranks: the block must be a multiple of "
+                f"layout {self} shards each block over the {size} ranks: the block must be a multiple of "
                 f"{size}"
             )
 
@@ -268,7 +268,7 @@ class Chunks(Chunked):
 
 @dataclass(frozen=True)
 class ZigzagDocuments(LayoutKind):
-    """Each document of a packed sequence is dealt zigzag: Megatron-Core's layout for packed sequences.
+    """Each document of a packed sequence is sharded zigzag: Megatron-Core's layout for packed sequences.
 
     Documents begin at `ends`, from 0, and the last of `ends` is the end of the sequence (cu_seqlens). They
     must be multiples of 2G tokens.
@@ -357,15 +357,15 @@ def kind_from(text: str) -> LayoutKind:
 
 def _checked_chunks(chunks: Any) -> tuple[tuple[int, ...], ...]:
     try:
-        dealt = tuple(tuple(sorted(int(chunk) for chunk in of_rank)) for of_rank in chunks)
+        sharded = tuple(tuple(sorted(int(chunk) for chunk in of_rank)) for of_rank in chunks)
     except TypeError:
         raise ValueError(f"chunks must be the numbers of the chunks of each rank, got {chunks!r}") from None
-    every = sorted(chunk for of_rank in dealt for chunk in of_rank)
-    if every != list(range(len(every))) or len({len(of_rank) for of_rank in dealt}) > 1 or () in dealt:
-        raise ValueError("chunks must deal every chunk to one rank, and as many to each rank, at least one")
-    if not dealt:
+    every = sorted(chunk for of_rank in sharded for chunk in of_rank)
+    if every != list(range(len(every))) or len({len(of_rank) for of_rank in sharded}) > 1 or () in sharded:
+        raise ValueError("chunks must shard every chunk to one rank, and as many to each rank, at least one")
+    if not sharded:
         raise ValueError("layout chunks, and no other, needs the chunks of each rank")
-    return dealt
+    return sharded
 
 
 def _checked_ends(ends: Any) -> tuple[int, ...]:

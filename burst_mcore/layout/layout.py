@@ -4,7 +4,7 @@ A rank's share of a sequence of n tokens is a tuple of *runs*, `range` objects o
 ascending order, which is the order in which the rank stores them. Everything else (positions, shard, unshard,
 the attention plan) reads the runs. What the runs are is said by the layout's kind: see `kinds`.
 
-A sequence whose length does not divide is dealt as if it were longer: the ranks that hold its last positions
+A sequence whose length does not divide is sharded as if it were longer: ranks that hold the last positions
 have fewer tokens.
 """
 
@@ -25,10 +25,10 @@ from burst_mcore.mask import Mask
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """How a sequence is dealt over the G ranks of a ring.
+    """How a sequence is sharded over the G ranks of a ring.
 
     `Layout("zigzag")`, `Layout("stacked-zigzag", stacks=4)`, `Layout("chunks", chunks=((0, 3), (1, 2)))`: the
-    word of a class in `burst_mcore.layout.kinds`, which says how it deals, and that class's parameters. They
+    word of a class in `burst_mcore.layout.kinds`, which says how it shards, and that class's parameters. They
     can be read from any layout: `layout.block` is 0 where there are no blocks. Layouts compare, hash and
     pickle by value.
 
@@ -83,7 +83,7 @@ class Layout:
     def for_mask(cls, mask: Mask, n: int, size: int) -> Layout:
         """Return the layout that balances `mask` over n tokens and `size` ranks, and moves little.
 
-        The first of contiguous, zigzag, stacked zigzag, chunks dealt one by one to the rank with the least
+        The first of contiguous, zigzag, stacked zigzag, chunks sharded one by one to the rank with the least
         work, finer and finer, and striped under which the busiest rank has at most 1.05 times the mean work
         (1.10 for a window alone), on the side of the queries and on that of the keys; where none does, the
         most balanced: see `burst_mcore.layout.balance`.
@@ -113,7 +113,7 @@ class Layout:
         return _divisor(self, size)
 
     def padded(self, n: int, size: int) -> int:
-        """Return the length that a sequence of n tokens is dealt as: the next multiple of `divisor`.
+        """Return the length that a sequence of n tokens is sharded as: the next multiple of `divisor`.
 
         Raises:
             ValueError: as `divisor`; or n < 1.
@@ -148,12 +148,12 @@ class Layout:
     def chunk_table(self, n: int, size: int) -> Tensor | None:
         """Return the equal chunks of the padded sequence by rank, int64 [size, chunks of a rank].
 
-        None where a layout does not deal equal chunks.
+        None where a layout does not shard equal chunks.
         """
         return None if size == 1 else self.rule.chunk_table(self.padded(n, size), size)
 
     def edges(self, n: int, size: int) -> Tensor:
-        """Ascending positions between which the layout deals one token like the next, int64 [edges], from 0.
+        """Ascending positions between which the layout shards one token like the next, int64 [edges], from 0.
 
         Raises:
             ValueError: as `padded`.
@@ -202,7 +202,7 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
 
     Raises:
         ValueError: no parts, parts that differ in another dimension, or lengths that the layout cannot have
-            dealt.
+            sharded.
     """
     parts = list(parts)
     shapes = [tuple(part.shape) for part in parts]
@@ -210,10 +210,10 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
     if len(others) != 1 or not all(shape[dim:] for shape in shapes):
         raise ValueError(f"unshard needs one part per rank, of one shape but for dim {dim}, got {shapes}")
     size, lengths = len(parts), [part.shape[dim] for part in parts]
-    dealt = [positions(sum(lengths), rank=r, size=size, layout=layout) for r in range(size)]
-    if lengths != (legal := [len(tokens) for tokens in dealt]):
+    sharded = [positions(sum(lengths), rank=r, size=size, layout=layout) for r in range(size)]
+    if lengths != (legal := [len(tokens) for tokens in sharded]):
         raise ValueError(
-            f"layout {Layout.of(layout)} deals {sum(lengths)} tokens over {size} ranks as {legal}, got "
+            f"layout {Layout.of(layout)} shards {sum(lengths)} tokens over {size} ranks as {legal}, got "
             f"{lengths}"
         )
-    return torch.cat(parts, dim=dim).index_select(dim, torch.cat(dealt).argsort().to(parts[0].device))
+    return torch.cat(parts, dim=dim).index_select(dim, torch.cat(sharded).argsort().to(parts[0].device))

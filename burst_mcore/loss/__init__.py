@@ -7,7 +7,7 @@ products     the three matrix products of a chunk
 rows         statistics and gradients of rows of logits; rows_triton: the same as Triton kernels
 terms        from statistics of a token's logits to its loss
 statistics   log-probabilities and entropies of labels, with gradients of both, without logits
-vocabulary   the vocabulary dealt over a tensor-parallel group
+vocabulary   the vocabulary sharded over a tensor-parallel group
 checksums    how ranks that share a loss compare their tensors
 whole        the loss of a whole sequence of any model, and the gradient of each rank's part
 causal_lm    causal LMs of transformers, patched; deferred: logits that wait until the loss is asked for

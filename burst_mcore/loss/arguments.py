@@ -203,7 +203,7 @@ def _wrong_words(a: LossArguments) -> str | None:
     if a.grad_weight_dtype not in (torch.float32, a.weight.dtype):
         return f"grad_weight_dtype must be torch.float32 or the weight's, got {brief(a.grad_weight_dtype)}"
     if a.sequence_parallel and a.tp_group is None:
-        return "sequence_parallel needs tp_group: the ranks over which hidden is dealt"
+        return "sequence_parallel needs tp_group: the ranks over which hidden is sharded"
     return None
 
 
@@ -266,9 +266,9 @@ def _wrong_together(a: LossArguments, everyones: list[list[int]], valid_tokens: 
     prints = [numbers[3] for numbers in everyones if numbers[3]]
     if len(set(prints)) < len(prints):
         return "ranks of tp_group hold the same rows of weight: each must have its own part of the vocabulary"
-    dealt = [shard(size, len(rows), rank)[1] for rank in range(len(rows))]
-    if rows != dealt:
-        return f"weights have {rows} rows by rank of tp_group; {size} must be dealt as {dealt}"
+    sharded = [shard(size, len(rows), rank)[1] for rank in range(len(rows))]
+    if rows != sharded:
+        return f"weights have {rows} rows by rank of tp_group; {size} must be sharded as {sharded}"
     most, minus_least = (max(numbers[i] for numbers in everyones) for i in (1, 2))
     if most >= max(1, size) or minus_least > 0:
         label = most if most >= size else -minus_least

@@ -197,7 +197,7 @@ class StandIn:
     def _own_rows(self) -> tuple[Tensor, Tensor | None, dist.ProcessGroup | None]:
         """Return the head's weight and bias, or this rank's rows of them and the group that has the others'.
 
-        Tensor parallelism deals them as DTensors, the vocabulary over the ranks of a mesh.
+        Tensor parallelism shards them as DTensors, the vocabulary over the ranks of a mesh.
         """
         weight: Any = self.head.weight
         bias: Any = self.head.bias
@@ -237,7 +237,7 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchedForward] | None:
 
 
 def _is_of_tensor_parallelism(hook: Any) -> bool:
-    """Return whether a forward or a hook is tensor parallelism's: it deals inputs, or gathers outputs.
+    """Return whether a forward or a hook is tensor parallelism's: it shards inputs, or gathers outputs.
 
     torch's styles add hooks, transformers' replace the forward:
     https://github.com/pytorch/pytorch, torch/distributed/tensor/_api.py, distribute_module;

@@ -88,7 +88,7 @@ def fused_linear_cross_entropy(
             gradient; the gradient of hidden is summed over them.
         cp_group: Ranks that share the sequence: "mean" divides by the weights of all of them, so that the
             means of the ranks add up to that of the whole. Nothing else changes.
-        sequence_parallel: hidden is dealt over `tp_group`: it is gathered here, its gradient scattered.
+        sequence_parallel: hidden is sharded over `tp_group`: it is gathered here, its gradient scattered.
         chunk_tokens: Tokens whose logits are alive at once. With "auto" on a GPU, the number follows the free
             memory if this process has the whole vocabulary: give a number for runs that are bitwise equal.
         grad_weight_dtype: In which the weight's gradient is summed over tokens: float32 (float64 for

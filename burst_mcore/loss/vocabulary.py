@@ -1,4 +1,4 @@
-"""The vocabulary dealt over a tensor-parallel group: the rows of a rank, and the exchanges of ranks."""
+"""The vocabulary sharded over a tensor-parallel group: the rows of a rank, and the exchanges of ranks."""
 
 from __future__ import annotations
 

@@ -302,7 +302,6 @@ class Mask:
 
     @property
     def _parts(self) -> tuple[Mask, ...]:
-        """The masks of which it is the union."""
         return self.terms[0].parts if len(self.terms) == 1 and isinstance(self.terms[0], Union) else (self,)
 
     @property

@@ -5,7 +5,7 @@ spec            layer specs and spec providers that name it
 ahead           batches of packed documents, planned while the batch before is trained on
 latent          the latent of MLA layers, handed to core attention
 packed          packed sequences as a mask and a layout
-layouts         other layouts than zigzag: Megatron's batches and rotary positions dealt by them
+layouts         other layouts than zigzag: Megatron's batches and rotary positions sharded by them
 fused_loss      the fused LM head and loss in Megatron's models
 recompute       recompute policies under Megatron's checkpointing
 patched         the functions that patched lines of Megatron call

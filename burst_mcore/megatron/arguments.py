@@ -191,7 +191,6 @@ def _argument(name: str) -> dict[str, Any]:
 
 
 def _removed(name: str, text: str) -> Never:
-    """Refuse the flag of a setting that earlier versions had."""
     raise argparse.ArgumentTypeError(REMOVED[name])
 
 
@@ -208,7 +207,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def packed_of(arguments: argparse.Namespace) -> str:
-    """Return how packed batches are dealt: "whole" if documents may end at any token, else "documents"."""
+    """Return how packed batches are sharded: "whole" if documents may end at any token, else "documents"."""
     at_any_token = getattr(arguments, "dataloader_inter_document_masking", False)
     each_alone = getattr(arguments, "sft", False)
     return "whole" if at_any_token and not each_alone else "documents"

@@ -40,9 +40,9 @@ from burst_mcore.megatron.arguments import (
 )
 from burst_mcore.megatron.layouts import (
     STOCK,
-    Dealing,
-    deal_sequences_alone,
+    Sharding,
     refuse_assumed_zigzag,
+    shard_sequences_alone,
     use_layout,
 )
 from burst_mcore.megatron.rules import Settings, judge, of_fused_loss, of_layer, of_scripts
@@ -86,7 +86,7 @@ def check_arguments(arguments: Any) -> None:
             raise ValueError(f"{asker}{error}") from error
     if size > 1:
         layout, tokens = Layout.of(burst.layout), arguments.seq_length or 0
-        refuse_assumed_zigzag(arguments, Dealing(layout, packed_of(arguments)))
+        refuse_assumed_zigzag(arguments, Sharding(layout, packed_of(arguments)))
         if tokens % (divisor := layout.divisor(size)):
             raise ValueError(
                 f"--seq-length {tokens} is no multiple of {divisor}: layout {layout} on {size} ranks needs it"
@@ -102,10 +102,10 @@ def use_burst(arguments: Any) -> None:
     check_arguments(arguments)
     if not uses_burst(arguments):
         return
-    deal_sequences_alone()
-    dealing = Dealing(Layout.of(setting(arguments, "layout")), packed_of(arguments))
-    if dealing != STOCK:  # else Megatron's, or that of a script's own use_layout
-        use_layout(dealing.layout, dealing.packed)
+    shard_sequences_alone()
+    sharding = Sharding(Layout.of(setting(arguments, "layout")), packed_of(arguments))
+    if sharding != STOCK:  # else Megatron's, or that of a script's own use_layout
+        use_layout(sharding.layout, sharding.packed)
     wrap(GPTDatasetConfig, "__post_init__", _refusing_a_dense_mask)
     if getattr(arguments, "create_attention_mask_in_dataloader", False):
         # Megatron's default. Who wants a mask sets it in GPTDatasetConfig.
@@ -270,7 +270,7 @@ def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
 def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
     """Return the sinks for config.softmax_type, [heads of this rank]; a Parameter if they are learnable.
 
-    The Parameter is marked as dealt over tensor parallelism: norms for clipping have the heads of all ranks.
+    The Parameter is marked as sharded by tensor parallelism: norms for clipping have the heads of all ranks.
     """
     kind = getattr(config, "softmax_type", "vanilla")
     if kind == "vanilla":

@@ -37,10 +37,10 @@ from burst_mcore.megatron.arguments import from_command_line, packed_of
 from burst_mcore.megatron.asked import configured, refuse_dense_mask, softmax_offset, with_kernel
 from burst_mcore.megatron.latent import hand_over_latents
 from burst_mcore.megatron.layouts import (
-    deal_sequences_alone,
     layout_of_packed,
     refuse_assumed_zigzag,
     refuse_other_layout,
+    shard_sequences_alone,
 )
 from burst_mcore.megatron.packed import Packing, packing, roll_within_slots
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
@@ -124,7 +124,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         size = 1 if group is None else group.size()
         burst = configured(self._asked, self.config, cp_comm_type, size)
         if size > 1:
-            deal_sequences_alone()
+            shard_sequences_alone()
             refuse_other_layout(burst.layout)
             refuse_assumed_zigzag(self.config)
             _refuse_other_packing()
@@ -160,7 +160,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
                 say the same as the mask type, which is what is used; this is checked. None if packed.
             attn_mask_type: overrides the one given at construction. A window comes from the config.
             attention_bias: must be None.
-            packed_seq_params: the documents of packed sequences (format thd), each dealt zigzag over the
+            packed_seq_params: the documents of packed sequences (format thd), each sharded zigzag over the
                 ranks, or all together by the layout (`layouts.use_layout`); and this call's
                 context-parallel group, if it has its own; and its tree (`burst_mcore.rollouts.megatron`).
 
@@ -328,7 +328,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
 
 
 def _refuse_other_packing() -> None:
-    """ValueError if the command line packs documents that end at any token, and batches are not dealt so."""
+    """ValueError if documents of the command line end at any token, and batches are sharded otherwise."""
     if from_command_line(packed_of, "documents") == "whole" and layout_of_packed() is None:
         raise ValueError(
             "--dataloader-inter-document-masking packs documents that end at any token: call "

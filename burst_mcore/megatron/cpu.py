@@ -109,7 +109,6 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _unmoved(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`.cuda()` and `.pin_memory()`: the tensor is there already."""
     return tensor
 
 
@@ -197,18 +196,15 @@ def _apply(patches: Iterable[_Patch]) -> None:
 
 
 def _is(value: Any) -> Callable[[Any], Any]:
-    """Put `value` in the original's place."""
     return lambda original: value
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
-    """Put a function there that takes anything and returns `value`."""
     return lambda original: lambda *args, **kwargs: value
 
 
 @around
 def _within_mode(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`original`, called within `_MODE`."""
     with _MODE:
         return original(*args, **kwargs)
 
@@ -276,13 +272,13 @@ def _moved_already(
     return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _dealing_documents(original: Any) -> Any:
-    """TransformerEngine's module of kernels, or, where it is missing, the one that deals packed documents."""
+def _sharding_documents(original: Any) -> Any:
+    """TransformerEngine's module of kernels, or, where missing, the one that shards packed documents."""
     return original or SimpleNamespace(thd_get_partitioned_indices=_rows_of_documents)
 
 
 def _rows_of_documents(cu_seqlens: torch.Tensor, tokens: int, size: int, rank: int) -> torch.Tensor:
-    """Return the tokens of a rank where each document is dealt zigzag."""
+    """Return the tokens of a rank where each document is sharded zigzag."""
     ends = torch.cat([cu_seqlens.long(), torch.tensor([tokens])]).unique()
     layout = Layout("zigzag-documents", ends=tuple(ends.tolist()))
     return positions(tokens, rank=rank, size=size, layout=layout)
@@ -384,8 +380,8 @@ _CORE = (
 _IN_SOME_VERSIONS = (
     # HybridStack names TransformerEngine's norm itself, whatever its spec says. From 0.19 on.
     _Patch("megatron.core.models.hybrid.hybrid_block", "TENorm", _torch_norm),
-    # None without TransformerEngine, and asked for how packed documents are dealt. From 0.19 on.
-    _Patch("megatron.core.utils", "tex", _dealing_documents),
+    # None without TransformerEngine, and asked for how packed documents are sharded. From 0.19 on.
+    _Patch("megatron.core.utils", "tex", _sharding_documents),
     # The same question on branch dev, through a function that its schedulers import by name.
     _Patch(_TE, "get_thd_partitioned_indices", _is(_rows_of_documents)),
     _Patch(_SCHEDULES, "get_thd_partitioned_indices", _is(_rows_of_documents)),

@@ -1,6 +1,6 @@
-"""Other layouts than zigzag in Megatron: its batches and rotary positions dealt as burst attention expects.
+"""Other layouts than zigzag in Megatron: its batches and rotary positions sharded as burst attention expects.
 
-Megatron deals zigzag wherever it deals a sequence over context-parallel ranks. For a model of attention
+Megatron shards zigzag wherever it shards a sequence over context-parallel ranks. For a model of attention
 layers that goes through three functions. One slices a batch, two choose rotary positions, of plain and of
 packed sequences. `use_layout` puts ours in their place. A model with a module that is not known to be blind
 to layouts is refused.
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from burst_mcore.layout import NAMES, Layout, positions, shard
-from burst_mcore.megatron.rules import Settings, judge, of_dealing
+from burst_mcore.megatron.rules import Settings, judge, of_sharding
 from burst_mcore.wrap import around, wrap, wrap_everywhere
 
 T = TypeVar("T")
@@ -42,16 +42,16 @@ WORK_ON_ANY_LAYOUT = frozenset(
     TEGroupedLinear TEColumnParallelGroupedLinear TERowParallelGroupedLinear
     """.split()  # noqa: SIM905 -- 47 names are easier to read as words
 )
-"""Classes of Megatron and TransformerEngine that work token by token, or deal through what `use_layout`
+"""Classes of Megatron and TransformerEngine that work token by token, or shard through what `use_layout`
 replaces. Any other module of a model may assume zigzag, and is refused beside another layout; torch's own may
 not. (TransformerEngine's LayerNorm and RMSNorm are what Megatron's TENorm makes.)"""
 
 SLICING = (
     "_get_batch_on_this_cp_rank_per_sequence_balancing",  # from 0.19 on
     "get_pretrain_batch_on_this_cp_rank",  # 0.18
-    "get_batch_on_this_cp_rank",  # before; later this one deals packed batches too, by other functions
+    "get_batch_on_this_cp_rank",  # before; later this one shards packed batches too, by other functions
 )
-"""Megatron's function that deals a batch of unpacked sequences, by version."""
+"""Megatron's function that shards a batch of unpacked sequences, by version."""
 
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 """Keys of a batch that are no sequences, whatever their shapes."""
@@ -62,8 +62,8 @@ PACKED = ("documents", "whole")
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """How Megatron deals sequences over context-parallel ranks."""
+class Sharding:
+    """How Megatron shards sequences over context-parallel ranks."""
 
     layout: Layout = ZIGZAG
     packed: str = "documents"
@@ -79,24 +79,24 @@ class Dealing:
         return " and ".join(words for is_other, words in changes if is_other)
 
 
-STOCK = Dealing()
+STOCK = Sharding()
 """Megatron's own."""
 
 _in_effect = STOCK
 
 
 def use_layout(layout: Layout | str, packed: str = "documents") -> None:
-    """From now on Megatron deals batches and rotary positions over context-parallel ranks as `layout` says.
+    """From now on Megatron shards batches and rotary positions over context-parallel ranks as `layout` says.
 
     For this process, on every rank, before the model is built; the launcher does it for `--burst-layout`.
-    The core attention's BurstConfig must have the same layout. Batches are dealt in Megatron's
-    `get_batch_on_this_cp_rank`; a script that deals them itself uses `burst_mcore.shard`. "zigzag" is
+    The core attention's BurstConfig must have the same layout. Batches are sharded in Megatron's
+    `get_batch_on_this_cp_rank`; a script that shards them itself uses `burst_mcore.shard`. "zigzag" is
     Megatron's own.
 
     Args:
         layout: of sequences.
-        packed: "documents" if packed batches are dealt document by document, zigzag, as for `--sft`.
-            "whole" if they are dealt by `layout` like any sequence, as for
+        packed: "documents" if packed batches are sharded document by document, zigzag, as for `--sft`.
+            "whole" if they are sharded by `layout` like any sequence, as for
             `--dataloader-inter-document-masking`: documents may then end at any token. Each token keeps the
             rotary position that it has in its document.
 
@@ -109,16 +109,16 @@ def use_layout(layout: Layout | str, packed: str = "documents") -> None:
         raise ValueError(f"packed must be one of {', '.join(PACKED)}, got {packed!r}")
     if layout.kind == "zigzag-documents":
         raise ValueError(f"layout {layout} is of one packed batch, and Megatron's own there; legal: {NAMES}")
-    dealing = Dealing(layout, packed)
-    deal_sequences_alone()
-    if dealing != STOCK:
+    sharding = Sharding(layout, packed)
+    shard_sequences_alone()
+    if sharding != STOCK:
         _install()
-    _in_effect = dealing
+    _in_effect = sharding
     forget_rotary_positions()
 
 
 def layout_of_packed() -> Layout | None:
-    """Return the layout by which Megatron deals packed batches; None if it deals each document by itself."""
+    """Return the layout by which Megatron shards packed batches; None if it shards each document alone."""
     return _in_effect.layout if _in_effect.packed == "whole" else None
 
 
@@ -126,24 +126,24 @@ def refuse_other_layout(layout: Layout | str) -> None:
     """ValueError where a core attention of this layout would see the tokens, and positions, of another."""
     if layout != _in_effect.layout:
         raise ValueError(
-            f"burst attention expects layout {layout}, but Megatron deals sequences and rotary positions "
+            f"burst attention expects layout {layout}, but Megatron shards sequences and rotary positions "
             f"{_in_effect.layout} over the context-parallel group: call "
             f"burst_mcore.megatron.layouts.use_layout('{layout}') before the model is built (the launcher "
             f"does for --burst-layout), and give both the same layout"
         )
 
 
-def refuse_assumed_zigzag(config: Any, dealing: Dealing | None = None) -> None:
-    """ValueError where a configuration, or arguments, ask for what assumes zigzag beside another dealing."""
-    dealing = dealing or _in_effect
-    if dealing != STOCK:
-        judge(of_dealing(Settings(config, dealing=dealing)))
+def refuse_assumed_zigzag(config: Any, sharding: Sharding | None = None) -> None:
+    """ValueError where a configuration, or arguments, ask for what assumes zigzag beside another sharding."""
+    sharding = sharding or _in_effect
+    if sharding != STOCK:
+        judge(of_sharding(Settings(config, sharding=sharding)))
 
 
-def deal_sequences_alone() -> None:
-    """From now on Megatron's slicing of a batch deals sequences alone, on any layout.
+def shard_sequences_alone() -> None:
+    """From now on Megatron's slicing of a batch shards sequences alone, on any layout.
 
-    A blend of data sets adds `dataset_id`, one number a sample: Megatron-Core 0.16 to 0.20 would deal such a
+    A blend of data sets adds `dataset_id`, one number a sample: Megatron-Core 0.16 to 0.20 would shard such a
     key too, and ends with an IndexError.
     """
     from megatron.core import utils
@@ -197,7 +197,7 @@ def _slicing(original: Callable[..., Any], batch: dict[str, Any], cp_group: Any 
 
         cp_group = parallel_state.get_context_parallel_group()
     for key, value in sequences.items():
-        batch[key] = _dealt(value, _sequence_dim(key), cp_group)
+        batch[key] = _sharded(value, _sequence_dim(key), cp_group)
     return batch
 
 
@@ -220,7 +220,7 @@ def _choosing_positions(
     """Megatron's choice of a rank's rows of the rotary embedding, by the layout in effect."""
     if _in_effect.layout == ZIGZAG or cp_group is None:
         return original(pos_emb, seq_dim, cp_group)
-    return _dealt(pos_emb, seq_dim, cp_group)
+    return _sharded(pos_emb, seq_dim, cp_group)
 
 
 def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,7 +276,7 @@ def _positions(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> T
     return at if of_batch else at - starts[torch.searchsorted(starts, at, right=True) - 1]
 
 
-def _dealt(x: Tensor, dim: int, group: Any) -> Tensor:
+def _sharded(x: Tensor, dim: int, group: Any) -> Tensor:
     n, size, layout = x.shape[dim], group.size(), _in_effect.layout
     if size == 1:
         return x
@@ -303,7 +303,7 @@ def refuse_unknown_modules(model: Any, size: int) -> None:
         if not _ignores_layouts(type(module)):
             raise ValueError(
                 f"{_in_effect} does not go with {type(module).__name__} ({name}), which may "
-                f"assume that sequences are dealt zigzag: {_in_effect.instead()}"
+                f"assume that sequences are sharded zigzag: {_in_effect.instead()}"
             )
 
 
@@ -315,7 +315,7 @@ def _refusing_unknown_models(
     kind, size = type(self), getattr(config, "context_parallel_size", 1)
     if _in_effect != STOCK and size > 1 and _is_other_model(kind):
         raise ValueError(
-            f"{_in_effect} does not go with {kind.__name__}, which may deal its sequences itself: "
+            f"{_in_effect} does not go with {kind.__name__}, which may shard its sequences itself: "
             f"{_in_effect.instead()}"
         )
     init(self, config, *args, **kwargs)

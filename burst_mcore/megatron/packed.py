@@ -45,12 +45,12 @@ def packing(params: Any, tokens: int, size: int, layout: Layout | str = ZIGZAG) 
 
     Raises:
         ValueError: cu_seqlens that are not legal, or differ between queries and keys, or do not go with the
-            number of tokens or ranks; another format or dealing.
+            number of tokens or ranks; another format or sharding.
     """
     if not _is_packed(params):
         return None
     if size > 1:
-        _refuse_other_dealing(layout, getattr(params, "cp_partition_mode", None) or "zigzag")
+        _refuse_other_sharding(layout, getattr(params, "cp_partition_mode", None) or "zigzag")
     given = [getattr(params, name, None) for name in CU_SEQLENS]
     for name, x in zip(CU_SEQLENS, given, strict=True):
         if not (isinstance(x, Tensor) or (x is None and name != CU_SEQLENS[0])):
@@ -75,16 +75,16 @@ def _is_packed(params: Any) -> bool:
     return bool(params.qkv_format == "thd")
 
 
-def _refuse_other_dealing(layout: Layout | str, mode: str) -> None:
+def _refuse_other_sharding(layout: Layout | str, mode: str) -> None:
     if layout != ZIGZAG and layout_of_packed() is None:
         raise ValueError(
-            f"layout {layout} does not go with packed sequences, whose documents Megatron deals zigzag: use "
+            f"layout {layout} does not go with packed sequences, whose documents Megatron shards zigzag: use "
             f"zigzag"
         )
     if mode != "zigzag":
         raise ValueError(
             f"packed_seq_params have cp_partition_mode {mode!r}: burst attention takes packed documents that "
-            f"are dealt zigzag"
+            f"are sharded zigzag"
         )
 
 
@@ -154,7 +154,7 @@ def _layout(ends: Tensor, size: int) -> Layout:
     odd = (ends % (2 * size)).nonzero().flatten().tolist()
     if odd:
         raise ValueError(
-            f"over {size} context-parallel ranks Megatron deals each document in {2 * size} chunks: "
+            f"over {size} context-parallel ranks Megatron shards each document in {2 * size} chunks: "
             f"documents must be padded to multiples of {2 * size} tokens (cu_seqlens_q_padded), but one ends "
             f"at {int(ends[odd[0]])}"
         )

@@ -146,14 +146,14 @@ def of_fused_loss(s: Settings) -> Rows:
         f"{no} --overlap-moe-expert-parallel-comm: its schedule calls the head by another way, drop one": (
             s.overlap_moe_expert_parallel_comm
         ),
-        f"{no} an output layer that is dealt (gtp_remat)": (s.gtp_remat_size or 1) > 1,
+        f"{no} an output layer that is sharded (gtp_remat)": (s.gtp_remat_size or 1) > 1,
     }
 
 
-def of_dealing(s: Settings) -> Rows:
-    """Return what assumes documents dealt zigzag, where `dealing` (`layouts.Dealing`) is another."""
+def of_sharding(s: Settings) -> Rows:
+    """Return what assumes documents sharded zigzag, where `sharding` (`layouts.Sharding`) is another."""
     variant = s.experimental_attention_variant
-    end = f"assumes documents dealt zigzag, but {s.dealing} is set: {s.dealing.instead()}"
+    end = f"assumes documents sharded zigzag, but {s.sharding} is set: {s.sharding.instead()}"
     return {
         f"multi-token prediction (--mtp-num-layers) {end}": s.mtp_num_layers,
         f"fused rope (pass --no-rope-fusion) {end}": s.apply_rope_fusion,

@@ -91,6 +91,6 @@ def _check(tensors: Tensors, dim: int, shards: Shards, name: str) -> None:
     wrong = [tuple(x.shape) for x in tensors if x.shape[dim] != tokens]
     if wrong:
         raise ValueError(
-            f"{name}: layout {shards.layout} deals rank {rank} {tokens} of {shards.tokens} "
+            f"{name}: layout {shards.layout} shards rank {rank} {tokens} of {shards.tokens} "
             f"tokens, along dimension {dim}, got tensors {wrong}"
         )

@@ -278,7 +278,6 @@ def _recurrence(kernel: kernels.Recurrence, rows: Rows, tensors: kernels.Tensors
 
 
 def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, kernels.Tensors]]:
-    """Yield each sequence with its rows of the tensors."""
     for row, shards in enumerate(rows):
         yield shards, tuple(x if len(rows) == 1 else x[row : row + 1] for x in tensors)
 

@@ -51,19 +51,19 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
     """Return the fragments of all ranks, in the order of tokens.
 
     Args:
-        layout: how the sequence is dealt over `size` ranks.
+        layout: how the sequence is sharded over `size` ranks.
         tokens: of the whole sequence.
         ends: cu_seqlens of its documents.
 
     Raises:
-        ValueError: the layout deals neighbouring tokens to different ranks, or the documents do not end with
+        ValueError: the layout shards neighbouring tokens to different ranks, or the documents do not end with
             the sequence.
     """
     ends = documents(tokens, ends)
     runs: list[list[int]] = layout.run_table(tokens, size).tolist()
     if any(step > 1 for *_, step in runs):
         raise ValueError(
-            f"layout {layout} deals neighbouring tokens to different ranks: a state or a row would rotate "
+            f"layout {layout} shards neighbouring tokens to different ranks: a state or a row would rotate "
             f"for each token of a recurrence or convolution. Choose zigzag, contiguous or "
             f"block-striped:{128 * size}"
         )

@@ -54,18 +54,18 @@ class Shards:
     @property
     def own(self) -> tuple[Own, ...]:
         """The fragments of this rank, in the order of its shard."""
-        return _own(*self._dealt, self.topology.rank)
+        return _own(*self._sharded, self.topology.rank)
 
     def scan(self, *, backward: bool = False) -> Exchange:
         """Return the programs of the scan."""
-        return scan(*self._dealt, backward=backward)
+        return scan(*self._sharded, backward=backward)
 
     def halo(self, reach: int) -> Exchange:
         """Return the programs of a halo of so many rows."""
-        return halo(*self._dealt, reach=reach)
+        return halo(*self._sharded, reach=reach)
 
     @property
-    def _dealt(self) -> tuple[Layout, int, int, int, Ends]:
+    def _sharded(self) -> tuple[Layout, int, int, int, Ends]:
         return self.layout, self.tokens, self.topology.size, self.topology.intra_size, self.ends
 
     def agreement(self, exchange: Callable[[], Exchange]) -> Agreement | None:
@@ -98,8 +98,12 @@ class Shards:
             return
         description = tuple(signature.items())
         ahead = description in agreement.seen and transport.connected((Pass.KV,))
-        dealt = {"layout": str(self.layout), "tokens": str(self.tokens), "documents": digest(str(self.ends))}
-        agreed = agreement.agree({**signature, **dealt}, ahead=ahead)
+        sharded = {
+            "layout": str(self.layout),
+            "tokens": str(self.tokens),
+            "documents": digest(str(self.ends)),
+        }
+        agreed = agreement.agree({**signature, **sharded}, ahead=ahead)
         agreement.seen[description] = True
         if ahead and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)

@@ -61,5 +61,5 @@ class Columns:
             return None
         return (
             f"position_ids of the whole row, {list(positions.shape)}, are not the depths of its tree of "
-            f"{len(places)} tokens: deal the batch of fold by a loader or by cp.deal"
+            f"{len(places)} tokens: shard the batch of fold by a loader or by cp.shard"
         )

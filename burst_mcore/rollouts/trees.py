@@ -1,6 +1,6 @@
 """The tree of a row: nodes of tokens, their depths, and the mask of a layer.
 
-A tree is a tensor of one dim, which nothing deals as tokens: parents of all nodes (-1: a root), then lengths.
+A tree is a tensor of one dim, never sharded as tokens: parents of all nodes (-1: a root), then lengths.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Accelerate and the Trainer with ParallelismConfig(cp_size=...): burst in the place of torch's ring.
 
-Ranks that share a sequence are given the same batches by Accelerate. The model deals each batch in its
+Ranks that share a sequence are given the same batches by Accelerate. The model shards each batch in its
 forward, and returns the loss, and what else is asked for, of the whole: seen from outside the ranks are like
 those of tensor parallelism, which the Trainer knows how to count.
 """
@@ -176,7 +176,7 @@ def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: b
 
 @around
 def _whole_inputs(own: Any, self: Any, model: Any, inputs: Any) -> Any:
-    """Trainer._prepare_context_parallel_inputs: batches stay whole; their model deals them."""
+    """Trainer._prepare_context_parallel_inputs: batches stay whole; their model shards them."""
     return (nullcontext, inputs) if sharing(self, "cp_size") > 1 else own(self, model, inputs)
 
 

@@ -1,4 +1,4 @@
-"""parallelize: a model, and the mesh dim over which its sequences are dealt -> a model for any loop."""
+"""parallelize: a model, and the mesh dim over which its sequences are sharded -> a model for any loop."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def parallelize(
     checkpointing: Policy | str = "none",
     reduction: str = "auto",
 ) -> ContextParallel:
-    """Prepare a model, in place, to train over sequences that are dealt over the ranks of a mesh dim.
+    """Prepare a model, in place, to train over sequences that are sharded over the ranks of a mesh dim.
 
     Call it before fully_shard or DDP, which must reduce gradients over dp x cp. Collective over all ranks.
-    A causal LM of transformers needs no other change: `model(**cp.deal(batch)).loss` is the loss of the whole
-    sequence on every rank, and losses, gradients, norms and weights are those of one process. Of another
+    A causal LM of transformers needs no other change: `model(**cp.shard(batch)).loss` is the loss of the
+    whole sequence on every rank; losses, gradients, norms and weights are those of one process. Of another
     model (`loss="model"`) the attention layers call `cp.attention`, and its loss is made by `cp.whole_loss`.
 
     Args:
@@ -77,11 +77,11 @@ def parallelize(
         fused = loss == "fused"
         sequence = prepare_model(model, group=group, config=settings, fused_loss=fused, recompute=policy)
         sequence.factor = factor = Reduction(model, group, reduction)
-        return ContextParallel(model, group, sequence.topology, settings, factor, sequence.dealing)
+        return ContextParallel(model, group, sequence.topology, settings, factor, sequence.sharding)
     refuse_differences("model", fingerprint(model))
-    topology, dealing = Topology.from_group(group), {"layout": settings.layout}
+    topology, sharding = Topology.from_group(group), {"layout": settings.layout}
     meet(topology, "parallelize")
-    cp = ContextParallel(model, group, topology, settings, Reduction(model, group, reduction), dealing)
+    cp = ContextParallel(model, group, topology, settings, Reduction(model, group, reduction), sharding)
     vars(model)[SEQUENCE] = cp
     return cp
 
@@ -96,23 +96,23 @@ class ContextParallel:
         topology: Topology,
         config: BurstConfig,
         factor: Reduction,
-        dealing: dict[str, Any],
+        sharding: dict[str, Any],
     ) -> None:
         self.model, self.group, self.topology, self.config = model, group, topology, config
         self.rank, self.size, self.layout = group.rank(), group.size(), Layout.of(config.layout)
-        self._factor, self._dealing = factor, dealing
+        self._factor, self._sharding = factor, sharding
 
-    def deal(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a whole batch, which every rank of the group gives. Collective.
 
         Labels are shifted here, as shift_labels; positions, and what else has one entry for each token, are
-        dealt by the same index. Documents are what cu_seqlens or restarting position_ids say.
+        sharded by the same index. Documents are what cu_seqlens or restarting position_ids say.
 
         Raises:
             RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
         """
         whole = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        return self._at("cp.deal", lambda: shard_of_whole_batch(whole, self._dealing, self.group))
+        return self._at("cp.shard", lambda: shard_of_whole_batch(whole, self._sharding, self.group))
 
     def _at(self, place: str, do: Callable[[], T]) -> T:
         """Return `do()`, to which all ranks of a sequence come, and which fails on all of them or on none.
@@ -134,7 +134,7 @@ class ContextParallel:
             device: of batches; by default that of the model's parameters.
         """
         device = device or next(iter(self.model.parameters()), torch.empty(0)).device
-        loader = ShardedLoader(data, group=self.group, own=own, device=device, **self._dealing)
+        loader = ShardedLoader(data, group=self.group, own=own, device=device, **self._sharding)
         alone = loader.agreed
         loader.agreed = lambda load: self._at("cp.loader", lambda: alone(load))  # type: ignore[method-assign]
         return loader
@@ -144,7 +144,7 @@ class ContextParallel:
         return positions(self.padded(tokens), rank=self.rank, size=self.size, layout=self.layout)
 
     def padded(self, tokens: int) -> int:
-        """Return to how many tokens a sequence is padded when it is dealt."""
+        """Return to how many tokens a sequence is padded when it is sharded."""
         return self.layout.padded(tokens, self.size)
 
     def gather(self, x: Tensor, tokens: int | None = None) -> Tensor:
@@ -176,7 +176,7 @@ class ContextParallel:
 
         Args:
             model: the model, or its DDP wrapper.
-            batch: of `deal` or `loader`, with shift_labels.
+            batch: of `shard` or `loader`, with shift_labels.
             temperature: divisor of the logits; a number, or one for each token of this rank.
 
         Raises:
@@ -197,7 +197,9 @@ class ContextParallel:
         """Return the labels of a call of `token_stats`, if that is legal."""
         labels: Tensor | None = batch.get("shift_labels")
         if labels is None:
-            raise RefusedError("labels", "token_stats needs a batch with shift_labels: deal or load it by cp")
+            raise RefusedError(
+                "labels", "token_stats needs a batch with shift_labels: shard or load it by cp"
+            )
         if all(module is not self.model for module in model.modules()):
             raise RefusedError("model", "token_stats takes the model of this parallelize, or its wrapper")
         refuse("temperature", divisors_of(temperature, labels)[1])
@@ -208,7 +210,7 @@ class ContextParallel:
 
         Entry t of a rollout is of its token t + 1; it is 0 where that is no label. Collective.
         """
-        of_row = self.token_stats(model, self.deal(folded.batch), temperature)
+        of_row = self.token_stats(model, self.shard(folded.batch), temperature)
         return TokenStats(*(folded.unfold(self.gather(x, folded.tokens)) for x in of_row))
 
     def mask(
@@ -278,7 +280,7 @@ def _read(
 
 
 def _tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the ranks over which tensor parallelism has dealt a model, before FSDP2 or behind its dims."""
+    """Return the ranks over which tensor parallelism has sharded a model, before FSDP2 or behind its dims."""
     meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     last, own = (mesh.get_group(mesh.ndim - 1) for mesh in meshes), {*dist.get_process_group_ranks(group)}
     # FSDP2's own last dim has several ranks of a sequence, or replicas, which wait for this rank as well.

@@ -71,7 +71,7 @@ def prepare_model(
     sequence.group = group if size > 1 else None
     sequence.most_positions, sequence.types = position_table(inner), types_of(inner)
     sequence.makes_loss = makes_loss(inner)
-    sequence.dealing = _dealing(inner, config, sequence.types)
+    sequence.sharding = _sharding(inner, config, sequence.types)
     if dist.get_rank() == 0:
         groups = dist.get_world_size() // size
         logger.warning(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
@@ -130,8 +130,8 @@ def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstC
     return topology
 
 
-def _dealing(model: nn.Module, config: BurstConfig, types: str | None) -> dict[str, Any]:
-    """Return how a model's batches are dealt: keyword arguments of `ShardedLoader`."""
+def _sharding(model: nn.Module, config: BurstConfig, types: str | None) -> dict[str, Any]:
+    """Return how a model's batches are sharded: keyword arguments of `ShardedLoader`."""
     settings: Any = model.config
     text = settings.get_text_config()
     most = getattr(text, "max_position_embeddings", None)

@@ -79,7 +79,7 @@ def examine(
     micro = micro if isinstance(micro, int) else 1
     layout = Layout.of(section.attention.layout)
     padded = layout.padded(seq, size)
-    yield f"sequence: {seq} tokens, dealt as {padded}: {padded // size} a rank"
+    yield f"sequence: {seq} tokens, sharded as {padded}: {padded // size} a rank"
     try:
         yield from told(model, str(layout), seq, Ranks(size, intra), rates)
     except ValueError as error:

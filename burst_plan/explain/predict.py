@@ -76,7 +76,7 @@ def layout_of(text: str, problem: LayerProblem, ranks: Ranks) -> Layout:
 
 
 def question_of(problem: LayerProblem, ranks: Ranks, rates: Rates, layout: Layout) -> Question:
-    """Return what the cost model is asked. Raises ValueError if the sequence cannot be dealt."""
+    """Return what the cost model is asked. Raises ValueError if the sequence cannot be sharded."""
     shard = Shard(
         batch=problem.batch,
         tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
@@ -206,16 +206,16 @@ def draw(
     Raises:
         ValueError: ranks cannot share the heads so, or as `layout_of`.
     """
-    dealt = layout_of(layout, problem, ranks)
-    question = question_of(problem, ranks, rates, dealt)
+    sharded = layout_of(layout, problem, ranks)
+    question = question_of(problem, ranks, rates, sharded)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
     config, shard = replace(config, backward=backward), question.shard
     ways = candidates(question.typical, settings_of(config, question))
     chosen = taken(config, question.typical)
     route = chosen.route
-    plan = plan_of(dealt, problem.seen, problem.seq, route.placement)
+    plan = plan_of(sharded, problem.seen, problem.seq, route.placement)
 
-    pairs = pairs_of(dealt, problem.seen, problem.seq, ranks.size)
+    pairs = pairs_of(sharded, problem.seen, problem.seq, ranks.size)
     seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action
     drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
     verify(drawn, ranks.intra)
@@ -227,10 +227,10 @@ def draw(
 
 def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> str:
     """Return the scan of a delta rule's states over the documents of a mask, as a grid, and its bytes."""
-    dealt, ends = layout_of(layout, problem, ranks), problem.seen.document_ends
+    sharded, ends = layout_of(layout, problem, ranks), problem.seen.document_ends
     documents = () if ends is None else tuple(ends.tolist())
     where, backward = (problem.seq, ranks.size, ranks.intra, documents), pass_ != Pass.FORWARD
-    exchange = scan(dealt, *where, backward=backward)
+    exchange = scan(sharded, *where, backward=backward)
     state = 4 * problem.heads * problem.head_dim**2
     most = max(exchange.received(rank, state=state, decay=state) for rank in range(ranks.size))
     return f"{cut(str(exchange))}\n\na state has {_short(state)}; the busiest rank receives {_short(most)}"

@@ -20,7 +20,7 @@ def advice(step: PredictedStep) -> str:
 
 def megatron_flags(step: PredictedStep) -> list[str]:
     """Return flags for a training script under the launcher, a flag with its value in each."""
-    way, attention, seq = step.way, step.attention, dealt(step)
+    way, attention, seq = step.way, step.attention, sharded(step)
     flags = [
         f"--tensor-model-parallel-size {way.tp}",
         f"--pipeline-model-parallel-size {way.pp}",
@@ -92,7 +92,7 @@ def deepspeed_config(step: PredictedStep) -> dict[str, Any]:
     }
 
 
-def dealt(step: PredictedStep) -> int:
+def sharded(step: PredictedStep) -> int:
     """Return the tokens that ranks of CP and TP share evenly: Megatron takes no others."""
     shares = 2 * step.way.cp * step.way.tp if step.way.cp * step.way.tp > 1 else 1
     return -(-step.seq // shares) * shares
@@ -103,8 +103,8 @@ def notes(step: PredictedStep) -> list[str]:
     megatron = step.way.framework == "megatron"
     left, documents, expressible = _mask(step)
     told = []
-    if megatron and dealt(step) != step.seq:
-        told.append(f"--seq-length {dealt(step)} is {step.seq} rounded up, so that ranks share it evenly")
+    if megatron and sharded(step) != step.seq:
+        told.append(f"--seq-length {sharded(step)} is {step.seq} rounded up, so that ranks share it evenly")
     if not expressible:
         asks = "a flag" if megatron else "a section of DeepSpeed's JSON"
         told.append(f"mask {step.mask} is not expressible by {asks}: pass it to burst_attention in a layer")

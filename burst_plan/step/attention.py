@@ -114,10 +114,10 @@ def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates,
 def _question(
     layout: Layout | str, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str
 ) -> Question:
-    dealt = Layout.of(layout)
-    padded = dealt.padded(seq, ranks.size)
+    sharded = Layout.of(layout)
+    padded = sharded.padded(seq, ranks.size)
     shard = replace(shard, tokens=padded // ranks.size)
-    return Question(shard, dealt, mask_of(mask, padded), padded, ranks, rates)
+    return Question(shard, sharded, mask_of(mask, padded), padded, ranks, rates)
 
 
 def beside_rule(runs: AttentionTime, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> str:

@@ -40,9 +40,9 @@ class Work(NamedTuple):
 @lru_cache(maxsize=1024)
 def work(mixer: Mixer, layout: str, seq: int, ranks: int) -> Work:
     """Return the work of a sequence of one document. Raises ValueError for a layout that scatters tokens."""
-    dealt, own, again = Layout.of(layout), Counter[int](), Counter[int]()
-    padded, longest = dealt.padded(seq, ranks), 1
-    for each in fragments(dealt, padded, ranks):
+    sharded, own, again = Layout.of(layout), Counter[int](), Counter[int]()
+    padded, longest = sharded.padded(seq, ranks), 1
+    for each in fragments(sharded, padded, ranks):
         longest = max(longest, len(each.rows))
         own[each.rank] += 1
         again[each.rank] += len(each.rows) * (not each.begins and not each.ends)
@@ -60,8 +60,8 @@ def exchanges(
     mixer: Mixer, layout: str, seq: int, ranks: Ranks, rates: Rates
 ) -> dict[str, tuple[int, float]]:
     """Return the exchanges of a layer's pass, by name: (bytes that the busiest rank receives, seconds)."""
-    dealt, made = Layout.of(layout), {}
-    where = dealt, dealt.padded(seq, ranks.size), ranks.size, ranks.intra
+    sharded, made = Layout.of(layout), {}
+    where = sharded, sharded.padded(seq, ranks.size), ranks.size, ranks.intra
     if state := mixer.recurrence.state:
         sizes = {"state": 4 * state, "decay": 4 * mixer.recurrence.decay}
         made["scan of states"] = _received(scan(*where), rates, **sizes)

@@ -323,7 +323,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def test_words_make_the_fields_that_a_case_has():
     case = core.in_words(masks.MaskCase, "seq=128K; heads=4; mask=causal & window:64; dense=1.5; layout=auto")
     assert (case.seq, case.heads, case.kv_heads, case.dense) == (2**17, 4, 4, 1.5)
-    assert isinstance(case.dealt, Layout)
+    assert isinstance(case.sharded, Layout)
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)

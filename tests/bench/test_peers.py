@@ -45,14 +45,14 @@ def _stripe(n, rank, size):
 
 
 def _ring_flash_attn():
-    def made(deal, masked=False):
+    def made(shard, masked=False):
         def run(
             q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
             deterministic=False, return_attn_probs=False, group=None,
         ):  # fmt: skip
             assert causal or not masked
             size = dist.get_world_size(group)
-            return _dense(q, k, v, deal(q.shape[1] * size, dist.get_rank(group), size), causal)
+            return _dense(q, k, v, shard(q.shape[1] * size, dist.get_rank(group), size), causal)
 
         return run
 

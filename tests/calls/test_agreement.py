@@ -246,7 +246,7 @@ class _Places(_Signatures):
 
 
 def test_ranks_are_absent_that_came_to_fewer_places():
-    board = Board(_Places({"place/0": b"5 cp.deal", "place/1": b"4 a forward"}), rank=0, size=4)
+    board = Board(_Places({"place/0": b"5 cp.shard", "place/1": b"4 a forward"}), rank=0, size=4)
     assert board.absent(5) == "rank 1, last at a forward; rank 2, last at no place"
 
 

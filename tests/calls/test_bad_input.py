@@ -295,9 +295,9 @@ def _asked_of_torch(rank, size):
         with pytest.raises((RuntimeError, ValueError), match=words):
             ask(attend, p.q)
             raise AssertionError(f"{name} is not served, and no error")
-    dealt = distribute_tensor(p.q.detach(), init_device_mesh("cpu", (size,)), [Shard(1)])
+    sharded = distribute_tensor(p.q.detach(), init_device_mesh("cpu", (size,)), [Shard(1)])
     with pytest.raises(ValueError, match=r"q is a DTensor: give the shard of this rank, q.to_local\(\)"):
-        attend(dealt)
+        attend(sharded)
 
 
 def test_derivatives_that_are_not_served_are_errors():
@@ -414,8 +414,8 @@ def disagreements():
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("first", ["hold [8, 16, 8] tokens, 32 in all", "zigzag on 3 ranks deals them as [8, 12, 12]"]),
-        ("length", ["hold [8, 16, 8] tokens, 32 in all", "zigzag on 3 ranks deals them as [8, 12, 12]"]),
+        ("first", ["hold [8, 16, 8] tokens, 32 in all", "zigzag on 3 ranks shards them as [8, 12, 12]"]),
+        ("length", ["hold [8, 16, 8] tokens, 32 in all", "zigzag on 3 ranks shards them as [8, 12, 12]"]),
         ("short", ["hold [8, 7, 8] tokens, 23 in all", "multiple of 6"]),
         ("shape", ["q: [1, ., 4, 16] on ranks [0, 2], [2, ., 4, 16] on ranks [1]"]),
         ("documents", ["the documents of the mask end at 30", "the sequence has 24 tokens"]),

@@ -68,8 +68,8 @@ def _no_device(monkeypatch):
 def test_ten_thousand_documents_are_planned_within_two_seconds(layout):
     mask = _packed(10_000, seed=layout)
     start = time.process_time()
-    dealt = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
-    call, _ = _planned(mask, dealt)()
+    sharded = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
+    call, _ = _planned(mask, sharded)()
     _tiles(call)
     assert time.process_time() - start < 2
 
@@ -91,8 +91,8 @@ def test_ten_thousand_nodes_of_trees_are_planned_within_two_seconds(layout, wind
     tree = _groups(10_000, seed=layout)
     start = time.process_time()
     mask = tree_mask(tree, window)
-    dealt = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
-    call, _ = _planned(mask, dealt)()
+    sharded = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
+    call, _ = _planned(mask, sharded)()
     _tiles(call)
     assert time.process_time() - start < 2
 

@@ -92,10 +92,10 @@ def test_one_decision_serves_all_documents_of_a_kind():
             kinds.add((of_kind.layout.kind, of_kind.mask))
     assert len({mask for _, mask in kinds}) == 1
     ends = tuple(range(0, 2**17 + 1, 2**12))
-    dealt = Layout("zigzag-documents", ends=ends)
+    sharded = Layout("zigzag-documents", ends=ends)
     mask = Mask.causal() & Mask.documents(ends)
     for seen in (mask, Mask.causal()):
-        assert _asked(dealt, seen).typical == _asked(dealt, seen)
+        assert _asked(sharded, seen).typical == _asked(sharded, seen)
 
 
 @pytest.mark.parametrize(

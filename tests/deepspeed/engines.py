@@ -68,7 +68,7 @@ def start(config, data=None, model=None, **kind):
 
 
 def in_order(data, sp, micro=1):
-    """A loader that deals samples over data-parallel ranks in order."""
+    """A loader that shards samples over data-parallel ranks in order."""
     dp, rank = dist.get_world_size() // sp, dist.get_rank() // sp
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=dp, rank=rank, shuffle=False)
     from burst_mcore.transformers.data.batches import collated

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from live import LiveBytes
 
 from burst_mcore.layout import unshard
-from burst_mcore.transformers.data.batches import collated, dealt, documents, prepared
+from burst_mcore.transformers.data.batches import collated, documents, prepared, sharded
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
 
@@ -27,7 +27,7 @@ def test_shards_are_the_sequence_and_labels_were_shifted_before(n, size, layout,
 
     ids = torch.arange(1, rows * n + 1).view(rows, n)
     whole = prepared({"input_ids": ids}, multiple=Layout.of(layout).divisor(size))
-    parts = [dealt(whole, rank=r, size=size, layout=layout) for r in range(size)]
+    parts = [sharded(whole, rank=r, size=size, layout=layout) for r in range(size)]
     together = {name: unshard([part[name] for part in parts], 1, layout=layout) for name in whole}
     assert torch.equal(together["input_ids"][:, :n], ids)
     assert torch.equal(together["position_ids"][:, :n], torch.arange(n).expand(rows, -1))
@@ -48,7 +48,7 @@ def test_a_batch_of_a_million_tokens_takes_bytes_by_the_token(kind):
         sample["position_ids"] = torch.arange(n) % 2**10
     with LiveBytes() as made:
         whole = prepared(collated([sample]), multiple=16)
-        part = dealt(whole, rank=3, size=8, layout="zigzag")
+        part = sharded(whole, rank=3, size=8, layout="zigzag")
         assert len(documents(whole["position_ids"])[0]) == (2**10 + 1 if "packed" in kind else 2)
     assert part["input_ids"].shape == (1, n // 8)
     assert 24 * n <= made.peak <= 192 * n
@@ -66,7 +66,7 @@ def test_padding_that_would_have_too_high_a_position_starts_again():
     assert whole["position_ids"].tolist() == [[0, 1, 2, 0]]
 
 
-def test_given_labels_positions_and_others_are_kept_and_dealt():
+def test_given_labels_positions_and_others_are_kept_and_sharded():
     batch = {
         "input_ids": _ids([1, 2, 3, 4]),
         "labels": _ids([-100, -100, 3, 4]),
@@ -74,7 +74,7 @@ def test_given_labels_positions_and_others_are_kept_and_dealt():
         "name": "x",
         "attention_mask": _ids([1, 1, 1, 1]),
     }
-    part = dealt(prepared(batch, multiple=4), rank=1, size=2, layout="zigzag")
+    part = sharded(prepared(batch, multiple=4), rank=1, size=2, layout="zigzag")
     assert part["input_ids"].tolist() == [[2, 3]] and part["shift_labels"].tolist() == [[3, 4]]
     assert torch.equal(part["weights"], batch["weights"][:, 1:3]) and part["name"] == "x"
     assert "attention_mask" not in part and "labels" not in part
@@ -173,7 +173,7 @@ def test_columns_that_are_no_numbers_are_left_out_and_named(caplog):
         collated([{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": None}])
 
 
-def test_positions_that_were_dealt_otherwise_are_found():
+def test_positions_that_were_sharded_otherwise_are_found():
     with pytest.raises(RefusedError, match="5 at token 1 is followed by 2"):
         documents(_ids([4, 5, 2, 3]))
     assert documents(_ids([4, 5, 6, 0, 1])) == ((0, 3, 5),)

@@ -96,7 +96,7 @@ def _initialize(rank, size, _):
         _model("Lfm2", layer_types=["conv", "full_attention"]),
         config_of(2, 2, layout="striped"),
     )
-    attempt("layout", hybrid, scattered, words="layout striped deals neighbouring tokens to different ranks")
+    attempt("layout", hybrid, scattered, words="layout striped shards neighbouring tokens to different ranks")
     attempt("model", model_of(heads=2 if rank else 4), words="rank 1 has a LlamaForCausalLM of")
     attempt(
         "model", model_of(sliding_window=7 + rank, kind="Mistral"), words="rank 1 has a MistralForCausalLM"

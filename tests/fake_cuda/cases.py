@@ -77,7 +77,7 @@ def attention(
     settings, n = BurstConfig(kernel=kernel, **config), TOKENS * size
     p, of_mask, want = _dense(n, heads, kv_heads, head_dim, dtype, mask, lse)
     mla = _latents(n, heads, dtype) if latent else ()
-    deal = partial(shard, dim=1, size=size, layout=settings.layout)
+    part_of = partial(shard, dim=1, size=size, layout=settings.layout)
     FORWARD.clear()
     BACKWARD.clear()
 
@@ -86,12 +86,12 @@ def attention(
         try:
             for _ in range(steps):
                 CHECKER.launches[me].clear()
-                q, k, v, dout = (ranks.cuda(deal(x, rank=me), me) for x in p)
+                q, k, v, dout = (ranks.cuda(part_of(x, rank=me), me) for x in p)
                 leaves = [x.requires_grad_() for x in (q, k, v)]
                 given: dict[str, Any] = {"k": leaves[1], "v": leaves[2]}
                 if latent:
                     weight = ranks.cuda(mla[2], me)
-                    made = [*(ranks.cuda(deal(x, rank=me), me) for x in mla[:2]), weight]
+                    made = [*(ranks.cuda(part_of(x, rank=me), me) for x in mla[:2]), weight]
                     leaves = [leaves[0], *(x.requires_grad_() for x in made)]
                     given = {"latent": Latent(made[0].squeeze(2), made[1], made[2], latent)}
                 CHECKER.peak[me] = before = CHECKER.bytes[me]
@@ -242,8 +242,8 @@ def loss(
     labels[::7] = -100
     factors = torch.rand(tokens, generator=generator) if reduction == "none" else None
 
-    def mine(x: Tensor, me: int, dealt: bool) -> Any:
-        return ranks.cuda(x.chunk(size)[me] if dealt else x, me)
+    def mine(x: Tensor, me: int, sharded: bool) -> Any:
+        return ranks.cuda(x.chunk(size)[me] if sharded else x, me)
 
     def rank(me: int) -> list[Tensor]:
         group = dist.new_group(list(range(size))) if tp or cp else None

@@ -19,14 +19,14 @@ SIZES = st.integers(1, 9)
 @given(randoms, SIZES, st.integers(1, 100))
 def test_every_token_is_on_exactly_one_rank(draw, size, n):
     layout = random_layout(draw, size, n)
-    dealt = [positions(n, rank=r, size=size, layout=layout).tolist() for r in range(size)]
-    assert sorted(itertools.chain(*dealt)) == list(range(n))
-    assert all(held == sorted(held) for held in dealt)
+    sharded = [positions(n, rank=r, size=size, layout=layout).tolist() for r in range(size)]
+    assert sorted(itertools.chain(*sharded)) == list(range(n))
+    assert all(held == sorted(held) for held in sharded)
     share = layout.padded(n, size) // size
-    assert all(len(held) <= share for held in dealt)
+    assert all(len(held) <= share for held in sharded)
     assert layout.padded(n, size) - n < layout.divisor(size)
     if n % layout.divisor(size) == 0:
-        assert {len(held) for held in dealt} == {share}
+        assert {len(held) for held in sharded} == {share}
 
 
 @given(randoms, SIZES, st.integers(1, 60), st.integers(0, 2))
@@ -48,7 +48,7 @@ def test_positions_are_what_shard_picks(draw, size, n):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dealt"),
+    ("layout", "sharded"),
     [
         ("contiguous", [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]),
         ("zigzag", [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]]),  # Megatron's
@@ -62,8 +62,8 @@ def test_positions_are_what_shard_picks(draw, size, n):
     ],
     ids=str,
 )
-def test_layouts_are_what_they_say(layout, dealt):
-    assert [positions(16, rank=r, size=2, layout=layout).tolist() for r in range(2)] == dealt
+def test_layouts_are_what_they_say(layout, sharded):
+    assert [positions(16, rank=r, size=2, layout=layout).tolist() for r in range(2)] == sharded
 
 
 def test_what_does_not_divide_leaves_some_ranks_fewer():
@@ -155,7 +155,7 @@ def test_a_layout_goes_to_other_processes():
         (lambda: unshard([torch.zeros(2, 3), torch.zeros(2, 4)], 0), "one shape"),
         (
             lambda: unshard([torch.zeros(4), torch.zeros(2)], 0),
-            r"deals 6 tokens over 2 ranks as \[2, 4\], got \[4, 2\]",
+            r"shards 6 tokens over 2 ranks as \[2, 4\], got \[4, 2\]",
         ),
     ],
 )

@@ -306,8 +306,8 @@ def test_for_mask_balances(mask, even, size):
     n = 2**18
     layout = Layout.for_mask(mask, n, size)
     assert imbalance(layout, mask, n, size) <= even
-    dealt = torch.cat([positions(n, rank=rank, size=size, layout=layout) for rank in range(size)])
-    assert torch.equal(dealt.sort().values, torch.arange(n))
+    sharded = torch.cat([positions(n, rank=rank, size=size, layout=layout) for rank in range(size)])
+    assert torch.equal(sharded.sort().values, torch.arange(n))
 
 
 @settings(max_examples=60, deadline=None)

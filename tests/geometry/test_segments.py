@@ -120,7 +120,7 @@ def test_what_is_no_share_is_refused(keep):
         cut_for(keep, Layout("zigzag"), CAUSAL, 64, 2)
 
 
-def test_documents_dealt_zigzag_are_cut_between_documents():
+def test_documents_sharded_zigzag_are_cut_between_documents():
     ends = tuple(range(0, 1025, 64))
     layout = Layout("zigzag-documents", ends=ends)
     mask = CAUSAL & Mask.documents(ends)

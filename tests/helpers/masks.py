@@ -112,7 +112,7 @@ def random_layout(draw: random.Random, size: int, n: int) -> Layout:
     """Any layout for a ring of `size` ranks and n tokens."""
     kind = draw.choice(KINDS)
     if number := BY_WORD[kind].number:
-        unit = size if kind == "block-striped" else 1  # blocks are dealt over all ranks
+        unit = size if kind == "block-striped" else 1  # blocks are sharded over all ranks
         return Layout(kind, **{number: unit * draw.randint(1, 4)})
     if kind == "zigzag-documents":
         return (
@@ -131,8 +131,8 @@ randoms = st.integers(0, 2**32).map(random.Random)
 def layouts(size: int) -> list[Layout]:
     """One of each kind."""
     words = ["contiguous", "zigzag", "stacked-zigzag:2", "striped", f"block-striped:{4 * size}"]
-    dealt = tuple((r, 2 * size - 1 - r, 2 * size + (r + 1) % size) for r in range(size))
-    return [*map(Layout.of, words), Layout("chunks", chunks=dealt)]
+    sharded = tuple((r, 2 * size - 1 - r, 2 * size + (r + 1) % size) for r in range(size))
+    return [*map(Layout.of, words), Layout("chunks", chunks=sharded)]
 
 
 def brute(mask: Mask, n: int) -> torch.Tensor:

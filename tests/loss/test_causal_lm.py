@@ -444,7 +444,7 @@ def _trained_by_zero3(deepspeed, rank, name):
         lambda module, given, out: seen.append((tuple(module.weight.shape), out.shape))
     )
     for step in range(2):
-        assert head.weight.numel() == 0  # dealt over the ranks
+        assert head.weight.numel() == 0  # sharded over the ranks
         out = engine(**batch(seed=2 * step + rank))
         assert out.logits is None
         assert head.weight.numel() == 0

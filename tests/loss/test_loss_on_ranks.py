@@ -1,4 +1,4 @@
-"""The fused loss over a vocabulary and a sequence that are dealt over ranks equals that of one process."""
+"""The fused loss over a vocabulary and a sequence that are sharded over ranks equals that of one process."""
 
 import re
 
@@ -147,7 +147,7 @@ MISTAKES = {
     ),
     "rows": (
         lambda a: a.update(weight=a["weight"][:-3]),
-        r"weights have \[32, 29\] rows by rank of tp_group; 61 must be dealt as \[31, 30\]",
+        r"weights have \[32, 29\] rows by rank of tp_group; 61 must be sharded as \[31, 30\]",
     ),
     "reduction": (
         lambda a: a.update(reduction="sum"),

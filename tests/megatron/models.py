@@ -234,7 +234,7 @@ def let_torchs_norms_be_sequence_parallel() -> None:
 
 
 Forwards = tuple[list[torch.Tensor], Layout, torch.Tensor]
-"""Losses of a rank by microbatch, how they are dealt, and which places of the whole are real tokens."""
+"""Losses of a rank by microbatch, how they are sharded, and which places of the whole are real tokens."""
 
 
 def _forwards(model: Any, case: Case, cp_group: Any) -> Forwards:

@@ -392,7 +392,7 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
         (
             [*BURST, "--burst-layout", "striped"],
             {"sft": True},
-            "--sft assumes documents dealt zigzag, but layout striped is set: use zigzag",
+            "--sft assumes documents sharded zigzag, but layout striped is set: use zigzag",
         ),
         (
             [*BURST, "--burst-kernel", "reference"],

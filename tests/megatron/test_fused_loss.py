@@ -41,8 +41,8 @@ def test_microbatches_in_flight():
     ("tp", "cp"), [(1, 1), (2, 2), *(pytest.param(*cell, marks=SLOW) for cell in ((2, 1), (1, 2)))]
 )
 def test_multi_token_prediction(tp, cp):
-    dealt = (("sequence_parallel", tp > 1),)
-    got = step(Case(model="mtp", tp=tp, cp=cp, fused=True, fields=MTP + dealt))
+    sharded = (("sequence_parallel", tp > 1),)
+    got = step(Case(model="mtp", tp=tp, cp=cp, fused=True, fields=MTP + sharded))
     assert_equal(got, default(model="mtp", fields=MTP))
 
 

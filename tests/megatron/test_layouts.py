@@ -71,7 +71,7 @@ def _names_and_caches():
     script.get_batch = utils.get_batch_on_this_cp_rank
     sys.modules["script"] = script
     rope = RotaryEmbedding(16, 1.0, use_cpu_initialization=True)
-    dealt = {"zigzag": rope(8)}
+    sharded = {"zigzag": rope(8)}
     tokens = torch.arange(8)[None]
     how = {"is_hybrid_cp": False, "use_per_sequence_balancing": True} if VERSION >= (0, 19) else {}
     for layout in ("striped", "striped", "contiguous", "zigzag"):
@@ -90,7 +90,7 @@ def _names_and_caches():
         assert torch.equal(batch["tokens"], shard(tokens, 1, **share))
         assert torch.equal(batch["attention_mask"], shard(torch.eye(8)[None, None], 2, **share))
         assert torch.equal(rope(8), shard(rope.get_emb(8), 0, **share))
-    assert torch.equal(rope(8), dealt["zigzag"])
+    assert torch.equal(rope(8), sharded["zigzag"])
     use_layout("block-striped:6")
     for positions in (lambda: rope(8), lambda: on_this_cp_rank({"tokens": tokens}, group)):
         with pytest.raises(ValueError, match=r"block-striped:6 over 2 ranks .*multiple of 6 tokens, got 8"):
@@ -108,7 +108,7 @@ def _refusals():
         ValueError, match=r"expects layout striped, but Megatron .*zigzag.*use_layout\('striped'"
     ):
         _core(config, striped)
-    dealt_zigzag = _core(config)
+    sharded_zigzag = _core(config)
     use_layout("striped")
     with pytest.raises(
         ValueError, match=r"expects layout zigzag, but Megatron .*striped.*use_layout\('zigzag'"
@@ -116,7 +116,7 @@ def _refusals():
         _core(config)
     x = torch.randn(4, 1, 4, 16)
     with pytest.raises(ValueError, match="expects layout zigzag, but Megatron .*striped"):
-        dealt_zigzag(x, x, x, None)
+        sharded_zigzag(x, x, x, None)
     core = _core(config, striped)
     assert core(x, x, x, None).shape == (4, 1, 64)
     with pytest.raises(ValueError, match="striped does not go with packed sequences"):
@@ -152,9 +152,11 @@ def test_what_assumes_zigzag_is_refused():
 )
 @pytest.mark.parametrize("field", ["mtp_num_layers", "apply_rope_fusion", "experimental_attention_variant"])
 def test_what_is_to_be_dropped_is_what_is_set(layout, packed, words, field):
-    dealing = layouts.Dealing(Layout(layout), packed)
-    with pytest.raises(ValueError, match=f"assumes documents dealt zigzag, but {dealing} is set: {words}$"):
-        layouts.refuse_assumed_zigzag(Namespace(**{field: "gdn"}), dealing)
+    sharding = layouts.Sharding(Layout(layout), packed)
+    with pytest.raises(
+        ValueError, match=f"assumes documents sharded zigzag, but {sharding} is set: {words}$"
+    ):
+        layouts.refuse_assumed_zigzag(Namespace(**{field: "gdn"}), sharding)
 
 
 class _Assuming(torch.nn.Module):
@@ -179,7 +181,7 @@ def _models():
     ):
         build(Case(cp=2, layout="striped"))
     use_layout("zigzag", packed="whole")
-    with pytest.raises(ValueError, match=r"_Assuming .* are dealt zigzag: drop --dataloader-inter-doc"):
+    with pytest.raises(ValueError, match=r"_Assuming .* are sharded zigzag: drop --dataloader-inter-doc"):
         build(Case(cp=2))
     use_layout("zigzag")
     build(Case(cp=2))

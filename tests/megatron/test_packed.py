@@ -174,7 +174,7 @@ def test_each_call_may_bring_its_own_group(kind, heads):
         torch.testing.assert_close(gradient, found[-1][1], rtol=1e-4, atol=1e-7)
 
 
-def _dealt_documents(rank, size):
+def _sharded_documents(rank, size):
     cpu.enable()
     from megatron.core import utils
 
@@ -189,8 +189,8 @@ def _dealt_documents(rank, size):
 
 
 @needs_019
-def test_documents_of_a_batch_are_dealt_where_transformer_engine_is_missing():
-    processes(2, _dealt_documents)
+def test_documents_of_a_batch_are_sharded_where_transformer_engine_is_missing():
+    processes(2, _sharded_documents)
 
 
 def _as_on_branch_dev(rank, size):

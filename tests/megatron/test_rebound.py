@@ -65,8 +65,10 @@ def _ran(model, case, group):
     if case.documents:
         packed = {"packed_seq_params": packed_seq_params(case)}
         layout = Layout("zigzag-documents", ends=(0, *torch.tensor(case.documents).cumsum(0).tolist()))
-    dealt = (shard(x, 1, rank=group.rank(), size=group.size(), layout=layout) for x in (tokens, at, weights))
-    tokens, at, weights = dealt if group.size() > 1 else (tokens, at, weights)
+    sharded = (
+        shard(x, 1, rank=group.rank(), size=group.size(), layout=layout) for x in (tokens, at, weights)
+    )
+    tokens, at, weights = sharded if group.size() > 1 else (tokens, at, weights)
     model.zero_grad()
     logits = model(tokens, at, None, **packed)
     (logits * weights).sum().backward()

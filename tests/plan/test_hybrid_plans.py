@@ -433,7 +433,7 @@ def test_the_doctor_tells_layers_and_what_they_send(name, tmp_path):
 def test_the_doctor_refuses_a_striped_layout_as_the_adapter_does(tmp_path):
     done = _doctor(tmp_path, "qwen3-next-80b-a3b", layout="striped")
     assert done.exit_code == 2 and len(done.output.splitlines()) == 1
-    assert "refused (layout): layout striped deals neighbouring tokens to different ranks" in done.output
+    assert "refused (layout): layout striped shards neighbouring tokens to different ranks" in done.output
     assert _doctor(tmp_path, "llama3-8b", layout="striped").exit_code == 0
 
 

@@ -93,7 +93,7 @@ def _step(setting, size):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     small = {
         "stage3_param_persistence_threshold": 25000
-    }  # deals the same matrices as 100000 in twice the width
+    }  # shards the same matrices as 100000 in twice the width
     config = config_of(setting.zero, size, zero=small, layout="zigzag", fused_loss=setting.fused_loss) | {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},

@@ -136,7 +136,9 @@ def test_draw_shows_the_scan_of_the_page_and_of_documents():
     assert done.output == f"{picture}\na state has 0.5243 MB; the busiest rank receives 1.573 MB\n"
     apart = CliRunner().invoke(app, [*words, "--mask", "causal & documents:2K,2K"]).output
     assert "0[0:1]>1" in apart and "1[0:1]>3" in apart and "0[0:2]" not in apart
-    assert "striped deals neighbouring tokens" in CliRunner().invoke(app, [*words, "--layout=striped"]).output
+    assert (
+        "striped shards neighbouring tokens" in CliRunner().invoke(app, [*words, "--layout=striped"]).output
+    )
 
 
 def test_explain_shows_all_ways_the_choice_and_why():

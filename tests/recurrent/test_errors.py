@@ -19,7 +19,7 @@ FULL = "this rank is out of memory"
 
 
 def rows(x, rank, size):
-    """What contiguous deals a rank."""
+    """What contiguous shards a rank."""
     return shard(x, 1, rank=rank, size=size, layout="contiguous")
 
 
@@ -97,7 +97,7 @@ WORDS = {
     "decay": f"OutOfMemoryError: {FULL}",
     "shape": f"OutOfMemoryError: {FULL}",
     "documents": "ValueError: documents must ascend from 0 to the 48 tokens of the sequence, got (0, 20)",
-    "tokens": "ValueError: delta rule: layout contiguous deals rank 1 16 of 48 tokens, along dimension 1",
+    "tokens": "ValueError: delta rule: layout contiguous shards rank 1 16 of 48 tokens, along dimension 1",
     "way": "ValueError: recurrences pass states between ranks, got way='heads': leave way out, and choose",
 }
 
@@ -167,7 +167,7 @@ def convolutions(rank, size):
 
 
 def test_errors_of_one_rank_in_a_convolution_are_told_too():
-    words = "ValueError: convolution: layout contiguous deals rank 1 16 of 48 tokens"
+    words = "ValueError: convolution: layout contiguous shards rank 1 16 of 48 tokens"
     for rank, (first, second, third, last) in enumerate(processes(3, convolutions)):
         told = "" if rank == 1 else "ValueError: rank 1 of the ring refused this call: "
         assert first.startswith(told + words) and second, (rank, first)
@@ -220,7 +220,7 @@ def without_tokens(rank, size):
         return step(RULE, 0, shards), step(RULE, 1, shards)
     _, own = batch(0, 0, 1, 1)
     with pytest.raises(
-        ValueError, match="deals rank 3 0 of 3 tokens, along dimension 1, got tensors"
+        ValueError, match="shards rank 3 0 of 3 tokens, along dimension 1, got tensors"
     ) as caught:
         recurrence(RULE, own, shards)
     return f"ValueError: rank 3 of the ring refused this call: ValueError: {caught.value}", step(

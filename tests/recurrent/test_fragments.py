@@ -15,7 +15,7 @@ from burst_mcore.recurrent.fragments import chains, fragments
 from burst_mcore.recurrent.halo import halo
 
 
-def dealt(draw):
+def sharded(draw):
     """(layout, tokens, size, ends) of a layout that has fragments."""
     while True:
         size, tokens = draw.randint(1, 6), draw.randint(1, 80)
@@ -25,7 +25,7 @@ def dealt(draw):
             return layout, tokens, size, ends
 
 
-cases = st.integers(0, 2**32).map(lambda seed: dealt(random.Random(seed)))
+cases = st.integers(0, 2**32).map(lambda seed: sharded(random.Random(seed)))
 
 
 @given(cases)
@@ -70,7 +70,7 @@ def test_zigzag_has_two_fragments_a_rank_and_a_document_cuts_them():
 def test_a_layout_of_single_tokens_and_documents_that_do_not_fit_are_refused():
     for size in (3, 4):
         with pytest.raises(
-            ValueError, match="striped deals neighbouring tokens to different ranks"
+            ValueError, match="striped shards neighbouring tokens to different ranks"
         ) as refused:
             fragments(Layout("striped"), 12 * size, size)
         advised = Layout.of(str(refused.value).rsplit(" ", 1)[1])

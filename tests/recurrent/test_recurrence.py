@@ -271,8 +271,8 @@ def test_maps_composed_the_wrong_way_round_are_wrong(monkeypatch):
 def test_fragments_in_another_order_are_wrong(monkeypatch):
     """The third and the fourth of the document change places, on all ranks."""
 
-    def swapped(*dealt):
-        return tuple((*chain[:2], chain[3], chain[2], *chain[4:]) for chain in chains(*dealt))
+    def swapped(*sharded):
+        return tuple((*chain[:2], chain[3], chain[2], *chain[4:]) for chain in chains(*sharded))
 
     for module in (scan, sequence):
         monkeypatch.setattr(module, "chains", swapped)
@@ -338,9 +338,9 @@ def test_gradients_of_gradients_are_refused():
 
 def test_tensors_of_other_tokens_are_refused():
     (shards, *_) = played("zigzag", N, 4)
-    with pytest.raises(ValueError, match="deals rank 0 12 of 48 tokens, along dimension 1, got"):
+    with pytest.raises(ValueError, match="shards rank 0 12 of 48 tokens, along dimension 1, got"):
         recurrence(RULES["delta rule"], tensors("delta rule")[0], shards)
-    with pytest.raises(ValueError, match="convolution: layout zigzag deals rank 0 12 of 48"):
+    with pytest.raises(ValueError, match="convolution: layout zigzag shards rank 0 12 of 48"):
         convolution(lambda x: x, torch.randn(1, 3, 7), 4, shards, dim=-1)
 
 

@@ -112,9 +112,9 @@ def test_between_nodes_only_ends_of_segments_send():
 
 
 def test_backward_is_the_scan_of_reversed_chains():
-    dealt = Layout("zigzag"), 96, 4, (0, 30, 96)
-    owners = [[f.rank for f in reversed(chain)] for chain in chains(*dealt)]
-    exchange = scan(*dealt[:3], 2, dealt[3], backward=True)
+    sharded = Layout("zigzag"), 96, 4, (0, 30, 96)
+    owners = [[f.rank for f in reversed(chain)] for chain in chains(*sharded)]
+    exchange = scan(*sharded[:3], 2, sharded[3], backward=True)
     verify_scan(exchange, owners)
     assert all(a.channel.kind == "gradient" for p in exchange.programs for a in p if isinstance(a, Send))
 

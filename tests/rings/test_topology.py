@@ -134,7 +134,7 @@ def _in_another_order(rank, size):
     return max(error(g, w) for g, w in zip(got, mine, strict=True))
 
 
-def test_a_ring_in_another_order_than_its_ranks_holds_what_is_dealt_to_it():
+def test_a_ring_in_another_order_than_its_ranks_holds_what_is_sharded_to_it():
     assert max(processes(4, _in_another_order)) < 1e-12
 
 

@@ -235,7 +235,7 @@ def _refused(call: Callable[[], Any], says: str, what: str) -> str:
 def job(draw: Draw, team: Team) -> str:
     """A training of three steps with a checkpoint after each, from the last checkpoint of the folder on.
 
-    The sequence is dealt over another number of ranks in each run. It ends as on one process.
+    The sequence is sharded over another number of ranks in each run. It ends as on one process.
     """
     with in_float64():
         latest, case = team.folder / "latest", Case({"cp": 1})
@@ -253,7 +253,7 @@ def job(draw: Draw, team: Team) -> str:
                 dcp.load(state, checkpoint_id=f"{team.folder}/{step}")
                 set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
             if step >= done:
-                _train(model, optimizer, context.deal(row))  # all replicas have the same sample
+                _train(model, optimizer, context.shard(row))  # all replicas have the same sample
                 weights, moments = get_state_dict(model, optimizer)
                 state = {"model": weights, "optimizer": moments}
                 dcp.save(state, checkpoint_id=f"{team.folder}/{step}")

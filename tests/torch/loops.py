@@ -39,7 +39,7 @@ class Case:
     sums: bool = False
     """Whether FSDP2 adds gradients, and divides them by nothing."""
     plan: str = "torch"
-    """Whose styles deal the weights over tp."""
+    """Whose styles shard the weights over tp."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of `parallelize`."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def wrapped(model: torch.nn.Module, case: Case, mesh: Any) -> torch.nn.Module:
 
 
 def tensor_parallel(model: torch.nn.Module, mesh: Any, plan: str = "torch") -> None:
-    """Deal heads, MLPs and the vocabulary over a mesh, and put all other weights on it."""
+    """Shard heads, MLPs and the vocabulary over a mesh, and put all other weights on it."""
     (_by_torch if plan == "torch" else _by_transformers)(model, mesh)
     for module in [*model.modules()]:
         plain = [p for p in module.parameters(recurse=False) if not isinstance(p, DTensor)]
@@ -179,7 +179,7 @@ def by_hand(rank: int, size: int, case: Case) -> tuple[list[float], list[float],
             if case.wrapper == "fsdp":
                 engine.set_requires_gradient_sync(last)
             with nullcontext() if last or case.wrapper == "fsdp" else engine.no_sync():
-                loss = engine(**cp.deal(row)).loss / case.accumulated
+                loss = engine(**cp.shard(row)).loss / case.accumulated
                 loss.backward()
             total += loss.detach()
         dist.all_reduce(total)

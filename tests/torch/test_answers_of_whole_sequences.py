@@ -99,7 +99,7 @@ def test_whole_batches(layout, loss):
 
 def _of_shards(rank, size):
     model, cp = _prepared(size, loss="fused")
-    batch = cp.deal({"input_ids": _ids()})
+    batch = cp.shard({"input_ids": _ids()})
     unlabelled = {name: x for name, x in batch.items() if name != "shift_labels"}
     out = model(**unlabelled, output_hidden_states=True, return_dict=True)
     assert out.logits.shape[1] == batch["input_ids"].shape[1] and getattr(out, "cache", None) is None

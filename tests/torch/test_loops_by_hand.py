@@ -139,7 +139,7 @@ def _under_fsdp_1(rank, size, original, reduction="mean"):
     optimizer = torch.optim.SGD(engine.parameters(), lr=RATE)
     losses, norms = [], []
     for batch in samples(case):
-        loss = engine(**cp.deal(batch)).loss
+        loss = engine(**cp.shard(batch)).loss
         loss.backward()
         losses.append(loss.item())
         norms.append(engine.clip_grad_norm_(CLIP).item())
@@ -225,7 +225,7 @@ def _resumed(rank, size, folder, number):
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{number - 1}")
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    _step(model, optimizer, cp.deal(samples(Case({"cp": size}))[number]))
+    _step(model, optimizer, cp.shard(samples(Case({"cp": size}))[number]))
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/{number}")
     return whole_weights(model)

@@ -86,7 +86,7 @@ def _on_ranks(rank, size, recomputed):
     cp = parallelize(model, mesh, loss="model", config={"layout": "striped"})
     engine = DistributedDataParallel(model)
     ids, labels, positions, _, _ = _sample()
-    batch = cp.deal({"input_ids": ids, "labels": labels, "position_ids": positions})
+    batch = cp.shard({"input_ids": ids, "labels": labels, "position_ids": positions})
     attend = partial(cp.attention, mask=cp.mask(documents=torch.tensor(ENDS)))
     inputs = batch["input_ids"], batch["position_ids"], attend
     logits = checkpoint(engine, *inputs, use_reentrant=False) if recomputed else engine(*inputs)
@@ -122,7 +122,7 @@ def _answers(model):
 
 
 def test_generate():
-    """The prompt, of a prime number of tokens, is dealt; what is said, and its logits, are one process's."""
+    """The prompt, of a prime number of tokens, is sharded; the answer and its logits are one process's."""
     sequences, logits = _answers(model_of(kind="Qwen3"))
     for said, theirs in processes(2, _generated):
         assert torch.equal(said, sequences)
@@ -145,7 +145,7 @@ def _wrapped(rank, size, order):
     if order == "after":
         wrap()
     fully_shard(model, mesh=mesh)
-    loss = model(**cp.deal(_rows()), use_cache=False).loss
+    loss = model(**cp.shard(_rows()), use_cache=False).loss
     loss.backward()
     named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
     return loss.item(), {name: p.grad.full_tensor() for name, p in named.items()}
@@ -162,7 +162,7 @@ def _saved(rank, size, folder):
     model = model_of()
     cp = parallelize(model, mesh, checkpointing="segment")
     fully_shard(model, mesh=mesh)
-    model(**cp.deal(_rows()), use_cache=False).loss.backward()
+    model(**cp.shard(_rows()), use_cache=False).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.0).step()
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)
@@ -203,7 +203,7 @@ def _critic(rank, size):
     logging.getLogger("burst_mcore").setLevel("ERROR")
     model = model_of()
     cp = parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
-    return _loss_with_a_critic(model, cp.deal(_rows()), cp.gather)
+    return _loss_with_a_critic(model, cp.shard(_rows()), cp.gather)
 
 
 def test_a_head_on_hidden_states_beside_the_loss():
@@ -213,8 +213,8 @@ def test_a_head_on_hidden_states_beside_the_loss():
         assert worst(found, gradients) < 4e-6
 
 
-def _dealing(rank, size):
-    """Outputs of an evaluation of whole batches, which the model deals, as under Accelerate."""
+def _sharding(rank, size):
+    """Outputs of an evaluation of whole batches, which the model shards, as under Accelerate."""
     logging.getLogger("burst_mcore").setLevel("ERROR")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     model = model_of().eval()
@@ -224,7 +224,7 @@ def _dealing(rank, size):
         "input_ids": labelled["input_ids"],
         "shift_labels": pad(labelled["labels"], (0, 1), value=-100)[:, 1:],
     }
-    want = model(**cp.deal(tree)).loss.item()
+    want = model(**cp.shard(tree)).loss.item()
     sequence = sequence_of(model)
     with while_set(sequence, batches=WholeBatch(sequence)):
         found = [model(**batch) for batch in (labelled, shifted)]
@@ -234,9 +234,9 @@ def _dealing(rank, size):
     return [(out.loss.item(), out.logits.detach()) for out in found]
 
 
-def test_a_model_that_deals_its_batches():
+def test_a_model_that_shards_its_batches():
     out = model_of().eval()(**_rows())
-    for found in processes(2, _dealing):
+    for found in processes(2, _sharding):
         for loss, logits in found:
             assert loss == pytest.approx(out.loss.item(), rel=1e-6)
             torch.testing.assert_close(logits, out.logits, rtol=1e-4, atol=1e-5)

@@ -72,7 +72,7 @@ def _around(rank, size, prepared, wrapper, loss):
         fully_shard(model, mesh=mesh)
     else:
         engine = DistributedDataParallel(model)
-    batch = cp.deal({"input_ids": _ids(), "features": _features()})
+    batch = cp.shard({"input_ids": _ids(), "features": _features()})
     of_labels, values = engine(**batch)
     return _trained(of_labels + cp.gather(values, TOKENS).pow(2).mean(), model)
 
@@ -104,9 +104,9 @@ def _where_fsdp_has_not_all(rank, size):
         cp = parallelize(model, mesh)
         fully_shard(getattr(model, part), mesh=over)
         loss, _ = (
-            model(**cp.deal({"input_ids": _ids(), "features": _features()}))
+            model(**cp.shard({"input_ids": _ids(), "features": _features()}))
             if part == "values"
-            else (model.lm(**cp.deal({"input_ids": _ids()})).loss, None)
+            else (model.lm(**cp.shard({"input_ids": _ids()})).loss, None)
         )
         found += [_refused(loss.backward)]
     return found
@@ -149,7 +149,7 @@ def _headless(rank, size, name):
     mesh, model = _mesh(size), MODELS[name]().double()
     cp = parallelize(model, mesh, loss="model", checkpointing="segment" if name == "Llama" else "none")
     engine = DistributedDataParallel(model)
-    part = cp.deal({"input_ids": _ids(2)})
+    part = cp.shard({"input_ids": _ids(2)})
     hidden = cp.gather(engine(**part).last_hidden_state, TOKENS)
     with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
         whole = model(input_ids=_ids(2), labels=_ids(2)).last_hidden_state
@@ -158,7 +158,7 @@ def _headless(rank, size, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_without_a_head(name):
-    """With loss="model" these give hidden states: of a shard, or of whole batches, which the model deals."""
+    """With loss="model" these give hidden states: of a shard, or of whole batches, which the model shards."""
     model = MODELS[name]().double()
     hidden = model(input_ids=_ids(2)).last_hidden_state
     want, gradients = _trained(hidden[:, -1].pow(2).sum() + hidden.mean(), model)
@@ -183,7 +183,7 @@ def _refusals(rank, size):
         _refused(lambda: parallelize(_vlm(), mesh)),
         _refused(lambda: parallelize(rewards, mesh, loss="model")),
         _refused(lambda: parallelize(two, mesh, loss="model")),
-        _refused(lambda: bert(**parallelize(bert, mesh, loss="model").deal({"input_ids": _ids()}))),
+        _refused(lambda: bert(**parallelize(bert, mesh, loss="model").shard({"input_ids": _ids()}))),
     ]
     assert rewards.config._attn_implementation != "burst"
     return found
@@ -208,15 +208,15 @@ def _embedded(rank, size):
     cp = parallelize(model, mesh)
     embeds = model.get_input_embeddings()(_ids(2))
     batch = {"inputs_embeds": embeds, "labels": _ids(2)}
-    assert cp.deal({"inputs_embeds": embeds})["shift_labels"].eq(-100).all()
-    part = cp.deal(batch)
+    assert cp.shard({"inputs_embeds": embeds})["shift_labels"].eq(-100).all()
+    part = cp.shard(batch)
     assert "input_ids" not in part
     engine = DistributedDataParallel(model)
     found = _trained(engine(**part).loss, model)
     with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
         assert model(**batch).loss.item() == pytest.approx(found[0], rel=1e-6)
         logits = model(inputs_embeds=embeds).logits
-    return *found, logits, _refused(lambda: cp.deal({"labels": _ids(2)}))
+    return *found, logits, _refused(lambda: cp.shard({"labels": _ids(2)}))
 
 
 def test_embeddings_in_the_place_of_tokens():

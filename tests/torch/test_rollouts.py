@@ -171,7 +171,7 @@ def counted(rank, size, rows, labelled):
     for whole in (apart, fold(rows, labelled).batch):
         pairs.clear()
         sent.clear()
-        loss = model(**cp.deal(whole)).loss
+        loss = model(**cp.shard(whole)).loss
         loss.backward()
         found.append((whole["input_ids"].numel(), pairs["forward"], sum(sent), loss.item()))
     return found
@@ -211,37 +211,37 @@ def _refusals(rank, size):
         kinds[name] = model, parallelize(model, mesh, reduction="mean")
     model, cp = kinds["plain"]
     other = fold([*rows, torch.arange(3, 9)] if rank else rows).batch
-    part = cp.deal(batch)
+    part = cp.shard(batch)
     striped = parallelize(model_of(), mesh, config={"layout": "striped"}, reduction="mean")
     from transformers import DynamicCache
 
     def lost():
         model(**{**part, "tree": batch["tree"] if rank else part["tree"]})
 
-    def dealt(name, change):
-        return cp.deal({**batch, name: change(batch[name])})
+    def sharded(name, change):
+        return cp.shard({**batch, name: change(batch[name])})
 
-    lists = cp.deal({**batch, **{name: batch[name].tolist() for name in ("tree", "label_weights")}})
+    lists = cp.shard({**batch, **{name: batch[name].tolist() for name in ("tree", "label_weights")}})
     torch.testing.assert_close(lists, part, rtol=0, atol=0)
-    assert "tree" not in cp.deal({"input_ids": batch["input_ids"], "tree": None})
+    assert "tree" not in cp.shard({"input_ids": batch["input_ids"], "tree": None})
     return [
         *(
-            refused(lambda name=name: kinds[name][0](**kinds[name][1].deal(batch)))
+            refused(lambda name=name: kinds[name][0](**kinds[name][1].shard(batch)))
             for name in ("chunked", "hybrid")
         ),
         refused(lambda: model(**{**part, "past_key_values": DynamicCache(), "use_cache": True})),
         refused(lambda: model(**batch)),
-        refused(lambda: model(**striped.deal(batch))),
-        refused(lambda: cp.deal(other)),
-        refused(lambda: cp.deal({**batch, "tree": batch["tree"][:-2]})),
-        refused(lambda: cp.deal({name: x for name, x in batch.items() if name != "shift_labels"})),
+        refused(lambda: model(**striped.shard(batch))),
+        refused(lambda: cp.shard(other)),
+        refused(lambda: cp.shard({**batch, "tree": batch["tree"][:-2]})),
+        refused(lambda: cp.shard({name: x for name, x in batch.items() if name != "shift_labels"})),
         refused(lost),
-        refused(lambda: dealt("label_weights", lambda x: x[0])),
-        refused(lambda: dealt("label_weights", lambda x: x[:, 1:])),
-        refused(lambda: dealt("label_weights", lambda _: "half")),
-        refused(lambda: dealt("tree", lambda x: x.view(2, -1))),
-        refused(lambda: dealt("tree", lambda x: x.float())),
-        refused(lambda: dealt("tree", lambda x: [["a root"]])),
+        refused(lambda: sharded("label_weights", lambda x: x[0])),
+        refused(lambda: sharded("label_weights", lambda x: x[:, 1:])),
+        refused(lambda: sharded("label_weights", lambda _: "half")),
+        refused(lambda: sharded("tree", lambda x: x.view(2, -1))),
+        refused(lambda: sharded("tree", lambda x: x.float())),
+        refused(lambda: sharded("tree", lambda x: [["a root"]])),
         refused(lambda: model(**{**part, "label_weights": part["label_weights"][:, 1:]})),
         refused(lambda: model(**{**part, "label_weights": [0.5]})),
         refused(lambda: model(**{**part, "tree": part["tree"].float()})),
@@ -252,7 +252,7 @@ def _refusals_of_one_rank(rank, size):
     """Columns that are wrong on the last rank alone; the other does not wait."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     model = model_of()
-    part = parallelize(model, mesh, reduction="mean").deal(fold(*turns()).batch)
+    part = parallelize(model, mesh, reduction="mean").shard(fold(*turns()).batch)
     wrong = {"tree": [part["tree"].flip(0), "a tree"], "label_weights": [part["label_weights"][0], [0.5]]}
     last = rank == size - 1
     parts = [part | ({name: x} if last else {}) for name in wrong for x in wrong[name]]
@@ -271,7 +271,7 @@ def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks():
         "refused (tree): attention in chunks does not know",
         "refused (tree): Lfm2ShortConv does not know its branches",
         "refused (tree): a cache does not know its branches",
-        "refused (layout): layout zigzag deals 118 tokens over 2 ranks",
+        "refused (layout): layout zigzag shards 118 tokens over 2 ranks",
         "refused (tree): position_ids of the whole row",
         "refused (batch): ranks of a sequence group were given different whole batches",
         "refused (tree): ",

@@ -126,7 +126,7 @@ def test_temperatures_are_those_of_all_ranks():
 def _of_one_rank(rank, size, late):
     """What every rank of TP x CP is told of a temperature, and of batches, that one of them has.
 
-    late: the model is dealt over TP once it is parallelized.
+    late: the model is sharded over TP once it is parallelized.
     """
     logging.getLogger("burst_mcore").setLevel("ERROR")
     ids, labels, *_ = _batch()
@@ -141,10 +141,10 @@ def _of_one_rank(rank, size, late):
     fully_shard(model, mesh=mesh["cp"])
     told = []
     with pytest.raises(RefusedError) as refused:
-        cp.token_stats(model, cp.deal({"input_ids": ids, "labels": labels}), -1.0 if rank == 2 else 1.0)
+        cp.token_stats(model, cp.shard({"input_ids": ids, "labels": labels}), -1.0 if rank == 2 else 1.0)
     told.append(refused.value.name)
     with pytest.raises(RefusedError) as refused:
-        cp.deal({"input_ids": ids.float() if rank == 1 else ids})
+        cp.shard({"input_ids": ids.float() if rank == 1 else ids})
     told.append(refused.value.name)
     loaded = iter(cp.loader([{"input_ids": x} for x in (ids, ids.float() if rank == 1 else ids)]))
     next(loaded)
@@ -227,7 +227,7 @@ def _policy(rank, size, names, kind, whole):
     cp = parallelize(model, mesh["cp"])
     fully_shard(model, mesh=mesh["cp"])
     own = {"old": old, "advantages": advantages, "temperature": temperature}  # padded as the tokens are
-    batch = cp.deal({"input_ids": ids, "labels": labels, **own})
+    batch = cp.shard({"input_ids": ids, "labels": labels, **own})
     mine = {name: batch.pop(name) for name in own}
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     log_p, entropy = cp.token_stats(model, batch, mine.pop("temperature"))

@@ -108,43 +108,43 @@ def _in_training(rank, size):
     found = []
     bare = model_of()
     cp = parallelize(bare, mesh["cp"])
-    loss = bare(**cp.deal(batch)).loss  # an evaluation needs nobody who reduces
+    loss = bare(**cp.shard(batch)).loss  # an evaluation needs nobody who reduces
     found += [_named(loss.backward)]
     elsewhere = model_of()
     parallelize(elsewhere, mesh["cp"])
     fully_shard(elsewhere, mesh=mesh["dp"])
-    found += [_named(lambda: elsewhere(**cp.deal(batch)).loss.backward())]
+    found += [_named(lambda: elsewhere(**cp.shard(batch)).loss.backward())]
     partly = model_of()
     parallelize(partly, mesh["cp"])
     fully_shard(partly.model, mesh=mesh["cp"])
-    found += [_named(lambda: partly(**cp.deal(batch)).loss.backward())]
+    found += [_named(lambda: partly(**cp.shard(batch)).loss.backward())]
     found += [
-        _named(lambda: cp.deal({"input_ids": ids + rank, "labels": ids})),
-        _named(lambda: cp.deal({"input_ids": ids} if rank else {"labels": ids})),
-        _named(lambda: cp.deal({"input_ids": ids.double()} if rank else None)),
-        _named(lambda: cp.deal({"input_ids": ids, "advantages": ids + rank})),
-        _named(lambda: cp.deal({"input_ids": ids, "of_rows": torch.ones(1) + rank})),
+        _named(lambda: cp.shard({"input_ids": ids + rank, "labels": ids})),
+        _named(lambda: cp.shard({"input_ids": ids} if rank else {"labels": ids})),
+        _named(lambda: cp.shard({"input_ids": ids.double()} if rank else None)),
+        _named(lambda: cp.shard({"input_ids": ids, "advantages": ids + rank})),
+        _named(lambda: cp.shard({"input_ids": ids, "of_rows": torch.ones(1) + rank})),
         _named(lambda: bare(input_ids=ids, labels=ids)),
     ]
     striped = model_of()
     other = parallelize(striped, mesh["cp"], config={"layout": "striped"})
-    found += [_named(lambda: bare(**other.deal(batch)))]
+    found += [_named(lambda: bare(**other.shard(batch)))]
     unfused = parallelize(model_of(), mesh["cp"], loss="model")
-    found += [_named(lambda: unfused.token_stats(unfused.model, unfused.deal(batch)))]
+    found += [_named(lambda: unfused.token_stats(unfused.model, unfused.shard(batch)))]
     found += [_named(lambda: cp.token_stats(bare, {"input_ids": ids}))]
     odd = ids.clone()
     odd[0, 1] = 999  # of the first rank
     found += [
-        _named(lambda: cp.token_stats(model_of(), cp.deal(batch))),
-        _named(lambda: cp.token_stats(bare, cp.deal(batch), temperature=torch.ones(20, 1))),
-        _named(lambda: cp.token_stats(bare, cp.deal(batch), temperature=-1.0 if rank else 1.0)),
-        _named(lambda: cp.deal({**batch, "labels": [[1], [2, 3]]})),
-        _named(lambda: bare(**cp.deal({**batch, "labels": odd}))),
-        _named(lambda: bare(**cp.deal({"input_ids": odd}))),
+        _named(lambda: cp.token_stats(model_of(), cp.shard(batch))),
+        _named(lambda: cp.token_stats(bare, cp.shard(batch), temperature=torch.ones(20, 1))),
+        _named(lambda: cp.token_stats(bare, cp.shard(batch), temperature=-1.0 if rank else 1.0)),
+        _named(lambda: cp.shard({**batch, "labels": [[1], [2, 3]]})),
+        _named(lambda: bare(**cp.shard({**batch, "labels": odd}))),
+        _named(lambda: bare(**cp.shard({"input_ids": odd}))),
     ]
     lists = {"input_ids": ids.tolist(), "labels": ids.tolist(), "cu_seqlens": [0, 15, 40]}
-    tensors = cp.deal({name: torch.as_tensor(x) for name, x in lists.items()})
-    assert all(torch.equal(x, tensors[name]) for name, x in cp.deal(lists).items())
+    tensors = cp.shard({name: torch.as_tensor(x) for name, x in lists.items()})
+    assert all(torch.equal(x, tensors[name]) for name, x in cp.shard(lists).items())
     for documents in ([], [0, 3.7, 9], torch.tensor([1, 9]), range(0)):
         with pytest.raises(ValueError, match="cu_seqlens must be"):
             cp.mask(documents=documents)
@@ -153,7 +153,7 @@ def _in_training(rank, size):
     assert cp.mask(documents=[0, 13, 31], tokens=37).document_ends.tolist() == [0, 13, 31, cp.padded(37)]
     trained, outer = model_of(), torch.zeros((), requires_grad=True)
     by_ddp = parallelize(trained, mesh["cp"])
-    engine, mine = DistributedDataParallel(Recomputed(trained)), by_ddp.deal(batch)
+    engine, mine = DistributedDataParallel(Recomputed(trained)), by_ddp.shard(batch)
     engine(outer, mine).backward()
     trained.zero_grad()
     found += [_named(lambda: trained(**mine).loss.backward())]  # past DDP, which was there before
@@ -163,7 +163,7 @@ def _in_training(rank, size):
     loss.backward()
     summed = model_of()
     by_hand = parallelize(summed, mesh["cp"], reduction="sum")
-    summed(**by_hand.deal(batch)).loss.backward()
+    summed(**by_hand.shard(batch)).loss.backward()
     gradient = summed.lm_head.weight.grad
     torch.distributed.all_reduce(gradient)
     return found, gradient, trained.lm_head.weight.grad
@@ -235,12 +235,12 @@ def _fewer_batches(rank, size):
         group = torch.distributed.new_group(timeout=limit)
         model = model_of()
         cp = parallelize(model, group)
-        batch = cp.deal({"input_ids": ids})
+        batch = cp.shard({"input_ids": ids})
         began = time.monotonic()
         warned.clear()
         try:
             if rank == 0:
-                cp.deal({"input_ids": ids})
+                cp.shard({"input_ids": ids})
             else:
                 _go(elsewhere, cp, model, batch, group)
         except Exception as error:
@@ -262,15 +262,15 @@ def test_ranks_with_fewer_batches_in_a_loop_by_hand():
         (their_statistics, "cp.token_stats"),
     ):
         assert error.startswith("RefusedError: refused (another rank): the ranks of the ring make different")
-        assert f"at: cp.deal on ranks [0], {place} on ranks [1]. All ranks of a sequence" in error
+        assert f"at: cp.shard on ranks [0], {place} on ranks [1]. All ranks of a sequence" in error
         assert seconds < limits.AT_ONCE
-    absent = "RuntimeError: rank 0 of the sequence is at cp.deal, and waits for rank 1, last at cp.deal: "
+    absent = "RuntimeError: rank 0 of the sequence is at cp.shard, and waits for rank 1, last at cp.shard: "
     for (error, seconds, _), collective in ((foreign, "all_reduce"), (own, "all_reduce")):
         assert error.startswith(f"{absent}rank 1 of the ring, in {collective} at ")
         assert error.endswith(", waits for rank 0, which waits here")
         assert seconds < limits.AT_ONCE
     error, _, warned = end
-    assert warned[0] == "rank 0 of the sequence has waited for 1 s at cp.deal, for rank 1, last at cp.deal"
+    assert warned[0] == "rank 0 of the sequence has waited for 1 s at cp.shard, for rank 1, last at cp.shard"
     assert error.startswith(absent)
 
 

@@ -59,7 +59,7 @@ def check_keep(keep: float) -> float:
 
 @lru_cache(maxsize=256)
 def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_most: bool = False) -> Cut:
-    """Return the legal cut nearest to saving `keep` of n tokens that `layout` deals over `size` ranks.
+    """Return the legal cut nearest to saving `keep` of n tokens that `layout` shards over `size` ranks.
 
     Legal are the ends (save nothing, save all). So are cuts that pay (`Cut.pays`), if the layout balances
     them as well as the whole sequence (within `EVEN`). Where no cut is balanced, as on plain zigzag, all that
@@ -96,7 +96,6 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
 
 @lru_cache(maxsize=256)
 def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
-    """Warn once for each cut that is moved."""
     logger.warning(
         "segment recompute: keep=%.3g is moved to %.3g, the nearest cut that is worth its memory on layout "
         "%s over %d ranks; striped can be cut anywhere, stacked-zigzag:4 at every quarter",
@@ -108,7 +107,7 @@ def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
 
 
 def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
-    """Return the positions to weigh, ascending: the ends, the wanted one, and the edges of dealt chunks."""
+    """Return the positions to weigh, ascending: the ends, the wanted one, and the edges of sharded chunks."""
     if layout.rule.even_everywhere or size == 1:
         return sorted({0, asked, n})
     edges = layout.edges(n, size)

@@ -242,7 +242,6 @@ class Plan:
         return tuple(by_ring_rank.split(other.bincount(minlength=self.size).tolist()))
 
     def _counted(self, ring_rank: int, part: int | None) -> tuple[Stretch, ...]:
-        """Return the stretches whose rows pieces count."""
         return (self._classes(ring_rank, part)[0],) if self.by_class else self.stretches(ring_rank, part)
 
     @cached_on_plan
@@ -296,7 +295,7 @@ kinds of layers, and the next batch, which is planned meanwhile, as many again."
 
 
 def plan_for(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
-    """Return the plan of a mask over n tokens, dealt over `size` ring ranks of `heads` neighbours. Cached.
+    """Return the plan of a mask over n tokens, sharded over `size` ring ranks of `heads` neighbours. Cached.
 
     Raises:
         ValueError: as `plan_of`.
@@ -306,7 +305,7 @@ def plan_for(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> P
 
 @lru_cache(maxsize=PLANS)
 def plan_of(layout: Layout, mask: Mask, n: int, placement: Placement) -> Plan:
-    """Return the plan of a mask over n tokens, dealt over the ranks of a placement. Cached.
+    """Return the plan of a mask over n tokens, sharded over the ranks of a placement. Cached.
 
     Raises:
         ValueError: the mask does not go with n tokens, or the layout not with so many ranks.

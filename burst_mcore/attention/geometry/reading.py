@@ -119,7 +119,7 @@ def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_quer
     """Return who reads which keys, or which queries (`of_queries`, where the keys stay).
 
     Args:
-        layout: deals the sequence over the ranks.
+        layout: shards the sequence over the ranks.
         placement: the ranks of each ring rank, whose rows are pooled as in `Plan.stretches`.
     """
     size = placement.ring_size

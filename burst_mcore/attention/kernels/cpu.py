@@ -82,7 +82,6 @@ def _plain_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) ->
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that are added to the scores [M, N]."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 

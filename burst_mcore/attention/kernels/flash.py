@@ -159,7 +159,6 @@ def _zeros(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _softcap(scores: Scores) -> float:
-    """0 for none, as these packages write it."""
     return scores.softcap or 0.0
 
 

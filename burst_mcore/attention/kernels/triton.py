@@ -397,7 +397,6 @@ def _power(dim: int) -> int:
 
 
 def _precision(x: Tensor) -> str:
-    """Return the precision of products: exact for float32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 

@@ -123,7 +123,6 @@ def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel
 
 @lru_cache
 def _tell(name: str, other: str) -> None:
-    """Log the first small tile of each pair of kernels."""
     logger.info("kernel %s: tiles of under %d rows or keys are left to %s", name, LEAST, other)
 
 

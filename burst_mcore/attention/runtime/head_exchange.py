@@ -126,7 +126,6 @@ def pooled_like(x: Tensor, group: HeadGroup) -> torch.Size:
 
 
 def _heads_axis(x: Tensor) -> int:
-    """Return the dimension of heads in a tensor or a statistic."""
     return 2 if x.dim() == 4 else 1
 
 

@@ -209,7 +209,6 @@ class _Writer(Generic[T]):
 
 
 def _free(prefix: str, *taken: str) -> str:
-    """Return the first buffer with a prefix that is not taken."""
     return next(name for index in range(4) if (name := f"{prefix}{index}") not in taken)
 
 

@@ -103,13 +103,9 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
     member = shard.of_member(h)
     data, gradient = shard.pooled(h).block_bytes(of_queries=of_queries)
     q, kv, out, result = member.q_bytes, member.kv_bytes, member.out_bytes, member.result_bytes
-    dkv = member.gradient_bytes(kv) if several else kv
+    dkv, results = member.gradient_bytes(kv) if several else kv, result if return_lse else out
     through_heads = {
-        Pass.FORWARD: {
-            Kind.ROTATING_IN: kv,
-            Kind.STAYING_IN: q,
-            Kind.STAYING_OUT: result if return_lse else out,
-        },
+        Pass.FORWARD: {Kind.ROTATING_IN: kv, Kind.STAYING_IN: q, Kind.STAYING_OUT: results},
         Pass.KV: {Kind.STAYING_IN: result, Kind.STAYING_OUT: q, Kind.ROTATING_OUT: dkv},
         Pass.QUERY: {Kind.ROTATING_IN: result, Kind.STAYING_OUT: dkv, Kind.ROTATING_OUT: q},
     }

@@ -27,7 +27,7 @@ from burst_mcore.wrap import around, while_set
 
 
 class BurstSPDataLoaderAdapter(ShardedLoader):
-    """Takes the place of UlyssesSPDataLoaderAdapter: the batches of a sequence group, which its model deals.
+    """Takes the place of UlyssesSPDataLoaderAdapter: the batches of a sequence group, which its model shards.
 
     Batches need no position_ids and may be of any length; beside labels are shift_labels. Of D sequence
     groups, group g works on batches g, D + g, ... of the dataset, as process g of D does that share no
@@ -35,7 +35,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
     Args:
         own: every rank loads batches of its own, and all work on each in turn, as over a loader that
-            Accelerate did not prepare. Loaders of `dealing_to_groups` give all ranks of a group the same.
+            Accelerate did not prepare. Loaders of `sharding_to_groups` give all ranks of a group the same.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         """Of an evaluation's last load: samples that all groups have of the dataset, samples of a batch."""
         samplers = [getattr(dl, name, None) for name in ("batch_sampler", "sampler")]
         samplers.append(getattr(samplers[0], "batch_sampler", None))  # of one that skips batches
-        self._dealer: Any = next((x for x in samplers if hasattr(x, "num_processes")), None)
-        """Accelerate's sampler that deals batches to several groups."""
-        self._batches: Any = getattr(self._dealer, "batch_sampler", samplers[0])
+        self._sharder: Any = next((x for x in samplers if hasattr(x, "num_processes")), None)
+        """Accelerate's sampler that distributes batches over several groups."""
+        self._batches: Any = getattr(self._sharder, "batch_sampler", samplers[0])
         """The sampler of one process."""
         self._dispatched = hasattr(dl, "slice_fn")
         """Whether rank 0 reads for all. Then a load is one batch, which every rank gets whole."""
@@ -82,7 +82,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         strategy = _strategies.get(id(self.group))
         if strategy is not None:
-            self.deal_as(**strategy.of.dealing)
+            self.shard_as(**strategy.of.sharding)
             self.evaluates = not strategy.of.model.training
         vars(self.dl)[_ADAPTER] = self
         if self.groups > 1:
@@ -91,8 +91,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             if self.evaluates and strategy is not None:
                 strategy.evaluations.add(id(stack))
                 stack.callback(strategy.evaluations.discard, id(stack))
-            if self.evaluates and self._dealer is not None:
-                stack.enter_context(while_set(self._dealer, **_BY_WHOLE_BATCHES))
+            if self.evaluates and self._sharder is not None:
+                stack.enter_context(while_set(self._sharder, **_BY_WHOLE_BATCHES))
             yield from super().__iter__()
 
     def _refuse_parts(self) -> None:
@@ -100,8 +100,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
         Nobody knows with how much Accelerate fills the last of an evaluation.
         """
-        split = any(getattr(x, "split_batches", False) for x in (self.dl, self._dealer))
-        known = self._dispatched or self._dealer is not None or self.own
+        split = any(getattr(x, "split_batches", False) for x in (self.dl, self._sharder))
+        known = self._dispatched or self._sharder is not None or self.own
         if split and (self.evaluates or self._dispatched):
             name = "split_batches"
         elif self.evaluates and not known:
@@ -128,8 +128,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if self._dispatched:
             size = self.dl.batch_size or 1
             return (loads - 1) * size + self.dl.remainder, size
-        dealer = self._batches if self._dealer is None else self._dealer
-        first = (len(dealer) - 1) * self.groups
+        sharder = self._batches if self._sharder is None else self._sharder
+        first = (len(sharder) - 1) * self.groups
         if type(self._batches) is not BatchSampler:
             return len(self._batches) - first, 1
         size = self._batches.batch_size
@@ -187,7 +187,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def _for_all_groups(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches of training so that each group gets one of every load, as one process a group does.
 
-        The last rows are dealt evenly, with the first ones of the epoch behind them, or are dropped. Batches
+        The last rows are shared out evenly, with the first ones of the epoch behind them, or dropped. Batches
         of other lengths than the first ones are not cut: groups without one get a whole one of the first.
         """
         first: list[Any] = []
@@ -204,9 +204,9 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
 
 
 _BY_WHOLE_BATCHES = {"batch_size": None, "drop_last": False, "even_batches": True}
-"""How a dealer of Accelerate's fills an evaluation's last load with whole batches, and drops none of it.
+"""How a sharder of Accelerate's fills an evaluation's last load with whole batches, and drops none of it.
 
-Without a size a short batch stays as it is. A batch that the user drops is not in the dealer's own sampler.
+Without a size a short batch stays as it is. A batch that the user drops is not in the sharder's own sampler.
 """
 _ADAPTER = "burst_mcore_adapter"
 """The attribute of a loader of Accelerate's that has the adapter which goes over it."""
@@ -214,8 +214,8 @@ _strategies: WeakValueDictionary[int, LoadedBatch] = WeakValueDictionary()
 """By sequence group, which is never freed, that of the model that was prepared last: batches are its own."""
 
 
-def deal_for(strategy: LoadedBatch) -> None:
-    """Deal the batches of its group's adapters for a model, from their next epoch on."""
+def shard_for(strategy: LoadedBatch) -> None:
+    """Shard the batches of its group's adapters for a model, from their next epoch on."""
     _strategies[id(strategy.of.group)] = strategy
 
 
@@ -238,8 +238,8 @@ def group_of(parallelism: Any) -> dist.ProcessGroup | None:
 
 
 @around
-def dealing_to_groups(own: Callable[..., Any], dataloader: Any, device: Any = None, **options: Any) -> Any:
-    """accelerate's prepare_data_loader: each sequence group is one process, whose batches are dealt here."""
+def sharding_to_groups(own: Callable[..., Any], dataloader: Any, device: Any = None, **options: Any) -> Any:
+    """accelerate's prepare_data_loader: each sequence group is one process, whose batches come from here."""
     from accelerate.state import AcceleratorState
 
     group = group_of(AcceleratorState().parallelism_config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.loader import deal_for
+from burst_mcore.deepspeed.accelerate.loader import shard_for
 from burst_mcore.deepspeed.config.refusals import refuse_config
 from burst_mcore.deepspeed.config.section import Section, section_of
 from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
@@ -45,7 +45,7 @@ class BurstSPAttentionHF:
         Args:
             model_name_or_path: the model; a name cannot be prepared.
             core_attn_implementation: not used, nor are lengths and micro_batch_size: any kernel, any length.
-            disable_in_eval: in evaluation a batch without shift_labels, which no adapter has dealt, is a
+            disable_in_eval: in evaluation a batch without shift_labels, which no adapter has sharded, is a
                 whole one of this rank alone.
 
         Returns:
@@ -62,7 +62,7 @@ class BurstSPAttentionHF:
         unit = unit_of(sequence_parallel_size)
         sequence = prepare_for_engine(model_name_or_path, section, unit)
         sequence.batches = batches = LoadedBatch(sequence, alone=disable_in_eval)
-        deal_for(batches)
+        shard_for(batches)
         return unit
 
 

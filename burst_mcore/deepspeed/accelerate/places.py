@@ -16,7 +16,7 @@ import burst_mcore.transformers.trainer as shared
 from burst_mcore.deepspeed.accelerate.loader import (
     BurstSPDataLoaderAdapter,
     adapter_of,
-    dealing_to_groups,
+    sharding_to_groups,
     skipping,
 )
 from burst_mcore.deepspeed.accelerate.model import BurstSPAttentionHF, without_compilers
@@ -62,7 +62,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
     return [
         (ulysses_sp, "UlyssesSPAttentionHF", lambda _: BurstSPAttentionHF),
         (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
-        *((module, "prepare_data_loader", dealing_to_groups) for module in (data_loader, accelerator)),
+        *((module, "prepare_data_loader", sharding_to_groups) for module in (data_loader, accelerator)),
         *((module, name, skipping) for module in skippers),
         (accelerator, "_refuse_recurrent_layers_under_sequence_parallelism", lambda _: lambda model: None),
         (accelerator.Accelerator, "prepare", shared.with_groups),

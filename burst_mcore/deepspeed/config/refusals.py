@@ -113,8 +113,8 @@ def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
             raise RefusedError(
                 "data-parallel group",
                 f"under ZeRO-3 get_data_parallel_group() must hold the sequence ranks too, else parameters "
-                f"are dealt and gradients averaged over the wrong ranks: it has {sorted(data)}, the sequence "
-                f"group {sorted(sequence)}",
+                f"are sharded, and gradients averaged, over the wrong ranks: it has {sorted(data)}, the "
+                f"sequence group {sorted(sequence)}",
             )
     aliased = actual > 1 and sequence <= set(dist.get_process_group_ranks(mpu.get_model_parallel_group()))
     if aliased and part(config, "activation_checkpointing").get("partition_activations"):

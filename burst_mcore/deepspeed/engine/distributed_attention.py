@@ -13,7 +13,7 @@ from burst_mcore.mask import Mask
 from burst_mcore.transformers.errors import RefusedError
 
 CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
-"""The layout by which such callers deal sequences."""
+"""The layout by which such callers shard sequences."""
 
 
 class BurstDistributedAttention(nn.Module):
@@ -27,7 +27,7 @@ class BurstDistributedAttention(nn.Module):
         scatter_idx, gather_idx: where q, k, v have their heads, 2, and their tokens, 0 or 1.
         sp_stream, num_kv_heads: not used.
         mask: over the whole sequence.
-        config: its layout must be the caller's; by default sequences are dealt in contiguous parts.
+        config: its layout must be the caller's; by default sequences are sharded in contiguous parts.
 
     Raises:
         RefusedError: dimensions, dropout, or further arguments that it cannot serve.

@@ -55,7 +55,7 @@ def initialize(
     ranks.
 
     Args:
-        model: a causal LM of transformers, unmodified, dealt by zero.Init or not. It is prepared in place:
+        model: a causal LM of transformers, unmodified, sharded by zero.Init or not. It is prepared in place:
             attn_implementation, the fused loss, hooks around its forward.
         config: DeepSpeed's JSON, as a path or a dict; it is not changed.
         training_data: a dataset, or a DataLoader, or anything that yields batches: see `loader_for`. With it,
@@ -108,11 +108,13 @@ def shard_loader(data: Any, engine: Any, *, pad_token_id: int | None = None, **o
     `options` are those of `loader_for`.
     """
     sequence = sequence_of(engine.module)
-    dealing = dict(sequence.dealing)
+    sharding = dict(sequence.sharding)
     if pad_token_id is not None:
-        dealing["pad_token_id"] = pad_token_id
+        sharding["pad_token_id"] = pad_token_id
     size = engine.train_micro_batch_size_per_gpu()
-    return loader_for(data, batch_size=size, group=sequence.group, device=engine.device, **dealing, **options)
+    return loader_for(
+        data, batch_size=size, group=sequence.group, device=engine.device, **sharding, **options
+    )
 
 
 def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tensor:

@@ -12,7 +12,7 @@ from burst_mcore.wrap import around, wrap
 
 
 class SequenceParallelUnit:
-    """DeepSpeed's mpu for sequence groups: consecutive ranks share a sequence, ZeRO deals over all ranks.
+    """DeepSpeed's mpu for sequence groups: consecutive ranks share a sequence, ZeRO shards over all ranks.
 
     It has no get_data_parallel_*, as DeepSpeed's own parallel_state_sp has none: then DeepSpeed takes the
     sequence-data group, all ranks, for ZeRO, and world / SP for batch sizes. Its model-parallel group is this

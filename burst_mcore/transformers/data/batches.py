@@ -1,7 +1,7 @@
 """From batches of whole sequences to the part of a rank: pure functions.
 
 A batch is a dict of tensors [rows, tokens, ...]; what has no such shape goes to every rank as it is. Labels
-are shifted before the sequence is dealt, and one index deals tokens, positions and labels.
+are shifted before the sequence is sharded, and one index shards tokens, positions and labels.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ logger = logging.getLogger("burst_mcore")
 
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
 """Names in a batch of the table of its documents (cu_seqlens); Hugging Face has one for keys too."""
-DEALT = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
-READ = (*DEALT, "labels", "attention_mask", *CUMULATED)
+SHARDED = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
+READ = (*SHARDED, "labels", "attention_mask", *CUMULATED)
 """Columns that `prepared` reads: tensors, or lists of numbers."""
 WHOLE = "burst_mcore_whole"
 """The column, a number, by which a loader says that a batch is whole on all ranks of a sequence group."""
@@ -98,7 +98,7 @@ def prepared(
     max_positions: int | None = None,
     types: str | None = None,
 ) -> dict[str, Any]:
-    """Return the whole sequence as it is dealt: input_ids, position_ids, shift_labels, and all other columns.
+    """Return the whole sequence to be sharded: input_ids, position_ids, shift_labels, and all other columns.
 
     Documents are what `cu_seqlens` says (one row), or begin where given position_ids restart; padding in
     front of tokens (attention_mask 0) is one of its own. The first token of a document is nobody's label.
@@ -139,15 +139,15 @@ def prepared(
     n = ids.shape[1]
     more = -n % multiple
     whole = {
-        name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_dealt(x, n) else x
+        name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_sharded(x, n) else x
         for name, x in batch.items()
         if name not in (*READ[:3], *DROPPED)
     }
-    for name in (x for x in whole if more and is_dealt(batch[x], n + more)):  # would be dealt as it is
+    for name in (x for x in whole if more and is_sharded(batch[x], n + more)):  # would be sharded as it is
         raise RefusedError("batch", f"{name} has {n + more} entries a row, as if padded: give it {n}")
     if TREE in whole:
         whole[TREE] = padded(whole[TREE], more)
-    if types in whole and is_dealt(batch[types], n):
+    if types in whole and is_sharded(batch[types], n):
         whole[types] = pad(batch[types].masked_fill(~real, -1), (0, more), value=-1)
     beyond = positions[:, -1:] + torch.arange(1, more + 1)
     if more and (TREE in whole or (max_positions is not None and int(beyond.max()) >= max_positions)):
@@ -161,21 +161,21 @@ def prepared(
     }
 
 
-def dealt(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | str) -> dict[str, Any]:
+def sharded(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | str) -> dict[str, Any]:
     """Return a rank's part of a prepared batch: every [rows, tokens, ...] by the same index."""
     n = whole["position_ids"].shape[1]
     return {
-        name: shard(x, 1, rank=rank, size=size, layout=layout) if is_dealt(x, n) else x
+        name: shard(x, 1, rank=rank, size=size, layout=layout) if is_sharded(x, n) else x
         for name, x in whole.items()
     }
 
 
 def digest_of_batch(batch: Mapping[str, Any]) -> int:
-    """Return a number, not negative, by which ranks compare the batches that they deal."""
+    """Return a number, not negative, by which ranks compare the batches that they shard."""
     return digest_of({name: digest(x.cpu()) for name, x in batch.items() if isinstance(x, Tensor)})
 
 
-def is_dealt(x: Any, n: int) -> bool:
+def is_sharded(x: Any, n: int) -> bool:
     """Return whether a value of a batch of n tokens has one entry for each of them."""
     return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == n
 
@@ -202,7 +202,7 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
                 "position_ids",
                 f"they must go on by one, or start again at 0; over the whole sequence, "
                 f"{int(row[token - 1])} at token {token - 1} is followed by {int(row[token])}. Was the "
-                f"batch dealt by another layout, or numbered after it was dealt?",
+                f"batch sharded by another layout, or numbered after it was sharded?",
             )
         ends.append((*at.tolist(), len(row)))
     return tuple(ends)

@@ -26,7 +26,14 @@ from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts import tree_mask
 from burst_mcore.rollouts.columns import TREE
-from burst_mcore.transformers.data.batches import READ, collated, dealt, digest_of_batch, documents, prepared
+from burst_mcore.transformers.data.batches import (
+    READ,
+    collated,
+    digest_of_batch,
+    documents,
+    prepared,
+    sharded,
+)
 from burst_mcore.transformers.errors import RefusedError
 
 logger = logging.getLogger("burst_mcore")
@@ -39,7 +46,7 @@ class ShardedLoader:
     """Iterates over a loader of whole sequences and yields this rank's part of each batch.
 
     Every rank of the sequence group must load the same batches (`own=False`); that is checked, batch by
-    batch. Or each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that deal
+    batch. Or each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that shard
     samples over all ranks): then they are gathered, and all ranks work on each of them in turn.
 
     Yields: input_ids, position_ids, shift_labels [rows, local tokens], on `device`, and what else came.
@@ -58,14 +65,14 @@ class ShardedLoader:
         group: dist.ProcessGroup | None,
         own: bool = False,
         device: torch.device | str = "cpu",
-        **dealing: Any,
+        **sharding: Any,
     ) -> None:
         self.loader, self.group, self.own, self.device = loader, group, own, device
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self.deal_as(**dealing)
+        self.shard_as(**sharding)
 
-    def deal_as(self, *, layout: Layout | str = "zigzag", **padding: Any) -> None:
-        """Pad and deal batches so from the next epoch on; `padding` as `prepared` has it."""
+    def shard_as(self, *, layout: Layout | str = "zigzag", **padding: Any) -> None:
+        """Pad and shard batches so from the next epoch on; `padding` as `prepared` has it."""
         self.layout = Layout.of(layout)
         self._how = {"multiple": self.layout.divisor(self.size), **padding}
         signature(prepared).bind({}, **self._how)  # a name that it does not have, at once
@@ -98,7 +105,6 @@ class ShardedLoader:
                 yield self._part(whole)
 
     def _load(self, batches: Iterator[Any]) -> Any:
-        """Return the batch that this rank loads now."""
         return next(batches)
 
     def agreed(self, load: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -127,13 +133,12 @@ class ShardedLoader:
         return self._wholes(batch, states)
 
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch that was loaded, ready to be dealt."""
+        """Return a batch that was loaded, ready to be sharded."""
         here = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
         return prepared(here, **self._how)
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a whole batch."""
-        return self._on_device(dealt(whole, rank=self.rank, size=self.size, layout=self.layout))
+        return self._on_device(sharded(whole, rank=self.rank, size=self.size, layout=self.layout))
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
@@ -163,7 +168,7 @@ class ShardedLoader:
                 raise RefusedError("batch", text)
             raise RefusedError(
                 "loader",
-                "the ranks of a sequence group loaded different batches. Deal samples over data-parallel "
+                "the ranks of a sequence group loaded different batches. Shard samples over data-parallel "
                 "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
                 "on all; or, if every rank shall bring its own, pass own=True",
             )
@@ -171,14 +176,14 @@ class ShardedLoader:
 
 
 def shard_of_whole_batch(
-    arguments: Mapping[str, Any], dealing: Mapping[str, Any], group: dist.ProcessGroup
+    arguments: Mapping[str, Any], sharding: Mapping[str, Any], group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Return a forward's arguments with this rank's shard of their whole batch. Collective.
 
     Args:
         arguments: input_ids, labels and attention_mask [rows, tokens], the same on all ranks of the group;
             lists of numbers are read as well; what else is no tensor stays.
-        dealing: how batches are dealt: keyword arguments of `ShardedLoader`.
+        sharding: how batches are sharded: keyword arguments of `ShardedLoader`.
 
     Raises:
         RefusedError: on all ranks, where a rank's batch is not legal or differs.
@@ -186,10 +191,10 @@ def shard_of_whole_batch(
     batch = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) or name in READ}
     ids = arguments.get("input_ids")
     device = getattr(arguments.get("inputs_embeds") if ids is None else ids, "device", "cpu")
-    dealer = ShardedLoader((), group=group, device=device, **dealing)
-    dealer.from_caller = True
-    (whole,) = dealer.agreed(lambda: batch)
-    return {**{n: x for n, x in arguments.items() if n not in batch}, **dealer._part(whole)}
+    sharder = ShardedLoader((), group=group, device=device, **sharding)
+    sharder.from_caller = True
+    (whole,) = sharder.agreed(lambda: batch)
+    return {**{n: x for n, x in arguments.items() if n not in batch}, **sharder._part(whole)}
 
 
 def loader_for(
@@ -202,10 +207,10 @@ def loader_for(
     pad_token_id: int = 0,
     **options: Any,
 ) -> ShardedLoader:
-    """Return the loader of a dataset, dealt over data-parallel ranks as DeepSpeed does, or of a DataLoader.
+    """Return the loader of a dataset, sharded over data-parallel ranks as DeepSpeed does, or of a DataLoader.
 
-    A DataLoader keeps its sampler; one whose DistributedSampler deals over all ranks brings each rank's own.
-    What deals nothing itself, a plain DataLoader or an IterableDataset, is the same on every data-parallel
+    A DataLoader keeps its sampler; one whose DistributedSampler shards over all ranks brings each rank's own.
+    What shards nothing itself, a plain DataLoader or an IterableDataset, is the same on every data-parallel
     rank; a warning says so.
     """
     size = 1 if group is None else dist.get_world_size(group)
@@ -230,7 +235,7 @@ def _warn_of_repeated(data: Any, replicas: int) -> None:
     if replicas > 1 and (whole or isinstance(dataset, IterableDataset)) and dist.get_rank() == 0:
         logger.warning(
             f"{replicas} data-parallel ranks each take all samples of this {type(data).__name__}, which does "
-            "not deal them: train on a dataset, on a DataLoader with DistributedSampler(num_replicas="
+            "not shard them: train on a dataset, on a DataLoader with DistributedSampler(num_replicas="
             f"{replicas}, rank=rank // SP), or on an IterableDataset that yields each its own"
         )
 

@@ -1,4 +1,4 @@
-"""The prompt of `generate` over a sequence group: dealt, attended to by the ring, and its cache gathered."""
+"""The prompt of `generate` over a sequence group: sharded, attended by the ring, and its cache gathered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_name(arguments: Mapping[str, Any]) -> str | None:
 
 
 class Prefill:
-    """One prompt of n tokens: every rank has it whole before and after, and the work between is dealt.
+    """One prompt of n tokens: every rank has it whole before and after, and the work between is sharded.
 
     Every rank ends with the keys and values of all tokens in its cache, as a forward over the whole prompt
     leaves them. Later tokens are then computed by every rank alike.
@@ -35,7 +35,7 @@ class Prefill:
         self.topology, self.group, self.n = topology, group, n
         self.layout = Layout.of(config.layout)
         self.padded = self.layout.padded(n, topology.size)
-        """Tokens that are dealt; those from n on are dropped again, and causal attention never sees them."""
+        """Sharded tokens; those from n on are dropped again, and causal attention never sees them."""
         self._cache: Any = None
 
     def begin(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -54,8 +54,8 @@ class Prefill:
         places = torch.arange(self.padded, device=ids.device).expand(ids.shape[0], -1)
         arguments = {
             **arguments,
-            "input_ids": self._dealt(torch.nn.functional.pad(ids, (0, self.padded - self.n))),
-            "position_ids": self._dealt(places.where(places < self.n, 0)),
+            "input_ids": self._sharded(torch.nn.functional.pad(ids, (0, self.padded - self.n))),
+            "position_ids": self._sharded(places.where(places < self.n, 0)),
             "attention_mask": None,
             name: DynamicCache(),  # without a model's config: it keeps all that it is given
         }
@@ -74,5 +74,5 @@ class Prefill:
         out[name] = self._cache
         return out
 
-    def _dealt(self, x: Tensor) -> Tensor:
+    def _sharded(self, x: Tensor) -> Tensor:
         return shard(x, 1, rank=self.topology.rank, size=self.topology.size, layout=self.layout)

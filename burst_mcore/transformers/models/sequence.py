@@ -62,8 +62,8 @@ class SequenceParallel:
     """Positions that the model has embeddings for; None where positions are computed."""
     types: str | None = None
     """The column of a batch of which the model makes its masks: see `types_of`. It gets the whole column."""
-    dealing: dict[str, Any] = field(default_factory=dict)
-    """How batches are dealt: keyword arguments of `ShardedLoader`."""
+    sharding: dict[str, Any] = field(default_factory=dict)
+    """How batches are sharded: keyword arguments of `ShardedLoader`."""
     factor: Factor | None = None
     """Of a rank's part of a gradient, where gradients are not the means of all ranks."""
     trusted: bool = False

@@ -1,6 +1,6 @@
 """What a model does with its batches: a class for each way, chosen when the model is prepared.
 
-ShardedBatch  trusts what it is given, as loops and loaders deal it: `initialize`, `parallelize`
+ShardedBatch  trusts what it is given, as loops and loaders shard it: `initialize`, `parallelize`
 WholeBatch    shards what it is given, which is whole on every rank: Accelerate with cp_size
 LoadedBatch   shards what Accelerate's loaders give, and trusts other batches: Accelerate with sp_size
 """
@@ -38,7 +38,7 @@ OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 
 @dataclass(eq=False)
 class _Forwards:
-    """Forwards over a shard of a batch, which is given or dealt here, and over tokens beside a cache.
+    """Forwards over a shard of a batch, which is given or sharded here, and over tokens beside a cache.
 
     Before a forward over a shard the ranks exchange positions and numbers of labels, a few bytes a token: so
     each knows the documents of the whole sequence, and by how many labels the loss is divided where the
@@ -106,7 +106,7 @@ class _Forwards:
                 "position_ids",
                 "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: "
                 "without, every rank would count from 0. Wrap the loader (burst.shard_loader, cp.loader), or "
-                "deal them with the ids",
+                "shard them with the ids",
             )
         if positions.dim() == 2 and len(positions) == 1:
             positions = positions.expand(ids.shape[0], -1)
@@ -115,7 +115,7 @@ class _Forwards:
             if self.of.topology.size > 1:
                 raise RefusedError(
                     "labels",
-                    "labels must be shifted before the sequence is dealt: give shift_labels "
+                    "labels must be shifted before the sequence is sharded: give shift_labels "
                     "(burst.shard_loader and cp.loader do). Shifted in a shard each seam loses a token",
                 )
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
@@ -211,7 +211,7 @@ class _Forwards:
             return unshard(parts, 1, layout=self.of.config.layout)
         except ValueError as error:
             raise RefusedError(
-                "layout", f"{error}. Was the batch dealt by another, or is this generate without its cache?"
+                "layout", f"{error}. Was the batch sharded by another, or is this generate without its cache?"
             ) from None
 
     def _cached(self, arguments: dict[str, Any], whole: bool) -> bool:
@@ -219,8 +219,8 @@ class _Forwards:
         makes = whole and arguments.get("use_cache") and mixers_of(self.of.model)
         return cache_name(arguments) is not None or bool(makes)
 
-    def _dealt_here(self, arguments: dict[str, Any]) -> Forward:
-        """Prepare a forward whose batch is whole on every rank, and deal it; what comes back is whole.
+    def _sharded_here(self, arguments: dict[str, Any]) -> Forward:
+        """Prepare a forward whose batch is whole on every rank, and shard it; what comes back is whole.
 
         In training with labels no logits come back: the loss is made.
         """
@@ -228,7 +228,7 @@ class _Forwards:
         labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
         meet(self.of.topology, "a forward over whole batches")
         keep = kept(arguments)
-        part = shard_of_whole_batch({**arguments, KEEP: keep}, self.of.dealing, self.of.group)
+        part = shard_of_whole_batch({**arguments, KEEP: keep}, self.of.sharding, self.of.group)
         part.pop(KEEP, None)
         if labelled and keep is not None:
             raise RefusedError(KEEP, "a loss is of all tokens: leave it out, or the labels")
@@ -250,7 +250,7 @@ class _Forwards:
         return sequence, part, whole
 
     def _generating(self, arguments: dict[str, Any]) -> Forward:
-        """Prepare a forward of `generate`, with a cache: ranks have all tokens; the prompt is dealt here."""
+        """Prepare a forward of `generate`, with a cache: ranks have all tokens; a prompt is sharded here."""
         if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
             raise RefusedError("labels", "a forward with a cache has no loss")
         new = tokens_of(arguments)
@@ -301,7 +301,7 @@ class WholeBatch(_Forwards):
         shared = self.of.group is not None
         cached = self._cached(arguments, shared)
         if shared and (asks_for_fused_head(arguments) or not cached):
-            return self._dealt_here(arguments)
+            return self._sharded_here(arguments)
         return self._generating(arguments) if cached else self._sharded(arguments)
 
 
@@ -318,7 +318,7 @@ class ShardedBatch(_Forwards):
         """Return the forward over the shard that this rank was given."""
         whole = self.of.group is not None and arguments.get("shift_labels") is None
         if arguments.get(TREE) is None and whole and asks_for_fused_head(arguments):
-            return self._dealt_here(arguments)
+            return self._sharded_here(arguments)
         if arguments.get(TREE) is None and self._cached(arguments, whole):
             return self._generating(arguments)
         sequence, arguments, finish = self._sharded(arguments)
@@ -339,7 +339,7 @@ class ShardedBatch(_Forwards):
 
 @dataclass(eq=False)
 class LoadedBatch(_Forwards):
-    """Shards the whole batches of Accelerate's loaders, and trusts shards that a caller deals."""
+    """Shards the whole batches of Accelerate's loaders, and trusts shards that a caller shards."""
 
     alone: bool = False
     """Whether an evaluation's batch of no loader, which has no shift_labels, is of this rank alone."""

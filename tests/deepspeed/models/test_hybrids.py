@@ -133,7 +133,7 @@ def recomputed(rank, size):
         other = copy.deepcopy(model)
         other.zero_grad()
         cp = parallelize(other, mesh, config={"layout": "zigzag"}, reduction="mean", checkpointing=policy)
-        loss = other(**cp.deal(batch)).loss
+        loss = other(**cp.shard(batch)).loss
         loss.backward()
         for p in other.parameters():
             torch.distributed.all_reduce(p.grad)
@@ -227,7 +227,7 @@ def test_a_short_halo_and_a_state_of_another_document_are_wrong():
 
 def refusals(rank, size):
     model = model_of("lfm2")
-    with pytest.raises(RefusedError, match="layout striped deals neighbouring tokens"):
+    with pytest.raises(RefusedError, match="layout striped shards neighbouring tokens"):
         sharded(model, batch_of([[64], [64]]), layout="striped")
     others = {
         "lfm2": ("causal_conv1d_fn", lambda hidden_states, **_: hidden_states),

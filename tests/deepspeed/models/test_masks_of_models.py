@@ -235,10 +235,10 @@ def _refused_batches(rank, size, _):
     cp = parallelize(model, torch.distributed.group.WORLD, config={"layout": "zigzag"})
     batch, types = _batch(), torch.zeros(2, 64, dtype=torch.int64)
     types[1, 30:45] = 1
-    part = cp.deal(batch | {"token_type_ids": types})
+    part = cp.shard(batch | {"token_type_ids": types})
     places = torch.arange(64).expand(2, -1).clone()
     places[:, 40:] -= 40
-    over = cp.deal(batch | {"position_ids": places, "token_type_ids": types})
+    over = cp.shard(batch | {"position_ids": places, "token_type_ids": types})
     alone = {name: x for name, x in part.items() if name != "token_type_ids"}
     merged = {name: x for name, x in part.items() if name != "input_ids"}
     merged["inputs_embeds"] = model.get_input_embeddings()(part["input_ids"])
@@ -252,7 +252,7 @@ def _refused_batches(rank, size, _):
         (model, part if rank else alone),
         (model, over),
         (model, part | {"tree": torch.tensor([-1, 64])}),
-        (text, text_cp.deal(batch | {"token_type_ids": types})),
+        (text, text_cp.shard(batch | {"token_type_ids": types})),
     ):
         with pytest.raises(RefusedError) as refused:
             asked(**columns)

@@ -142,10 +142,10 @@ def _layers(config: Any) -> dict[str, Any]:
     if not every:
         return {}
     layers = max(2, *map(len, every.values()))
-    dealt = {key: [named[i % len(named)] for i in range(layers)] for key, named in every.items()}
-    sliding = any("sliding" in kind for kind in dealt.get("layer_types", ()))
+    sharded = {key: [named[i % len(named)] for i in range(layers)] for key, named in every.items()}
+    sliding = any("sliding" in kind for kind in sharded.get("layer_types", ()))
     window = {"sliding_window": 16} if sliding else {}
-    return {**dealt, **window, "num_hidden_layers": layers}
+    return {**sharded, **window, "num_hidden_layers": layers}
 
 
 def _kinds(config: Any, key: str, legal: tuple[str, ...]) -> list[str]:
@@ -233,7 +233,7 @@ def sharded(model: Any, batch: dict[str, Any], **section: Any) -> torch.Tensor:
     """The loss over a sequence group of all ranks, and gradients averaged over it."""
     unit = unit_of(dist.get_world_size())
     sequence = prepare_for_engine(model, section_of({KEY: section}), unit)
-    loader = ShardedLoader([batch], group=sequence.group, **sequence.dealing)
+    loader = ShardedLoader([batch], group=sequence.group, **sequence.sharding)
     (part,) = loader
     loss: torch.Tensor = model(**part).loss
     loss.backward()

@@ -153,7 +153,7 @@ def trained(
     """(losses, norms, weights, evaluations) of a Trainer; own: its methods that are not the Trainer's."""
     from transformers import Trainer
 
-    made = model()  # before ZeRO-3 is asked for, which would deal its parameters as they are made
+    made = model()  # before ZeRO-3 is asked for, which would shard its parameters as they are made
     trainer = type("Trainer", (Trainer,), dict(own))(
         made, arguments_of(folder, sp, **options), train_dataset=data, eval_dataset=evaluated,
         data_collator=data_collator, compute_metrics=metrics,
@@ -484,7 +484,7 @@ def test_data_without_labels_is_predicted(tmp_path):
         assert shape == (3, len(ROWS[2]["input_ids"]), 61)
 
 
-# Of one length, as Accelerate needs; its last load, of 4 rows, is dealt as 2 and 2, and evaluated as 3 and 1.
+# Of one length, as Accelerate needs; its last load, of 4 rows, is split as 2 and 2, and evaluated as 3 and 1.
 STREAMED = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:4]), "per_device_eval_batch_size": 3}
 OF_FOUR = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:10]), "per_device_eval_batch_size": 2}
 
@@ -550,7 +550,7 @@ def _streamed(rank, size, ends, longer=0):
 
 
 @pytest.mark.slow
-def test_the_end_of_a_stream_is_dealt_as_to_one_process_a_group():
+def test_the_end_of_a_stream_is_sharded_as_to_one_process_a_group():
     want = processes(2, _streamed, ENDS)
     for rank, found in enumerate(processes(4, _streamed, ENDS)):
         for end, ours, theirs in zip(ENDS, found, want[rank // 2], strict=True):

@@ -106,7 +106,7 @@ class Group:
 
 
 def rotated(seed):
-    """Rotary embeddings of packed tokens, dealt by random layouts, against those of one process."""
+    """Rotary embeddings of packed tokens, sharded by random layouts, against those of one process."""
     draw = random.Random(seed)
     size = draw.choice((2, 3, 4))
     layout = draw.choice(("zigzag", "striped", "contiguous", f"block-striped:{size}"))

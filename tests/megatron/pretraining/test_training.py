@@ -97,7 +97,7 @@ SPEC = ["--spec", "burst_mcore.megatron.spec", "burst_layer_spec"]
     ],
     ids=["striped by the flag", "block-striped by a spec"],
 )
-def test_layouts_that_megatron_does_not_deal(data, alone, tmp_path, arguments):
+def test_layouts_that_megatron_does_not_shard(data, alone, tmp_path, arguments):
     assert_equal(train(tmp_path, 2, data, *CP2, *arguments), alone)
 
 
@@ -116,13 +116,14 @@ def blends(data, tmp_path_factory):
     return found
 
 
-DEALT = [(2, 2, "zigzag"), (3, 2, "striped"), (3, 4, "zigzag"), (2, 4, "contiguous")]
-DEALT += [(3, 2, "stacked-zigzag:2"), (2, 4, "block-striped:8"), (3, 4, "striped")]
+SHARDED = [(2, 2, "zigzag"), (3, 2, "striped"), (3, 4, "zigzag"), (2, 4, "contiguous")]
+SHARDED += [(3, 2, "stacked-zigzag:2"), (2, 4, "block-striped:8"), (3, 4, "striped")]
 
 
 @pytest.mark.proves("training runs", "blends of 2 and 3 data sets at CP 2 and 4, on five layouts")
 @pytest.mark.parametrize(
-    ("sets", "size", "layout"), [*DEALT[:2], *(pytest.param(*x, marks=pytest.mark.slow) for x in DEALT[2:])]
+    ("sets", "size", "layout"),
+    [*SHARDED[:2], *(pytest.param(*x, marks=pytest.mark.slow) for x in SHARDED[2:])],
 )
 def test_blends_of_data_sets(sets, size, layout, blends, alone, tmp_path):
     blend, one = blends[sets]
