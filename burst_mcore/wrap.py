@@ -56,24 +56,21 @@ class Replaced:
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace `owner.name` by `make(original)`; twice is once, also by two of this class."""
-        value, makes = self._layers.setdefault((owner, name), (getattr(owner, name), {}))
+        _, makes = self._layers.setdefault((owner, name), (getattr(owner, name), {}))
         if self not in makes:
+            if make not in makes.values():
+                setattr(owner, name, make(getattr(owner, name)))
             makes[self] = make
-            setattr(owner, name, _made(value, makes))
 
     def restore(self) -> None:
         """Give all names the values that they have without this."""
         for (owner, name), (value, makes) in list(self._layers.items()):
             if makes.pop(self, None) is not None:
-                setattr(owner, name, _made(value, makes))
+                for make in dict.fromkeys(makes.values()):
+                    value = make(value)
+                setattr(owner, name, value)
             if not makes:
                 del self._layers[owner, name]
-
-
-def _made(value: Any, makes: dict[Replaced, Callable[[Any], Any]]) -> Any:
-    for make in dict.fromkeys(makes.values()):
-        value = make(value)
-    return value
 
 
 @contextmanager

@@ -132,15 +132,19 @@ def test_one_process_is_not_warned(caplog, monkeypatch):
 @pytest.mark.parametrize("first", ["sp", "cp"])
 def test_replacements_are_restored_in_any_order(first):
     from accelerate import Accelerator
+    from transformers import Trainer
 
     from burst_mcore.torch import restore_context_parallel
 
     _replace()
     prepare = Accelerator.prepare
     _replace("sp", "cp")
+    shared = SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=2, cp_size=1))
+    trainer = SimpleNamespace(model=SimpleNamespace(_tp_size=1), accelerator=shared)
+    assert Trainer.get_tp_size(trainer) == 2, "a method that both replace by one is replaced once"
     restores = {"sp": burst.restore_ulysses, "cp": restore_context_parallel}
     restores.pop(first)()
-    assert Accelerator.prepare is not prepare
+    assert Accelerator.prepare is not prepare and Trainer.get_tp_size(trainer) == 2
     (last,) = restores.values()
     last()
     assert Accelerator.prepare is prepare
