@@ -1,4 +1,4 @@
-"""Trains or fine-tunes a causal LM of transformers on long texts, over sequence groups, by DeepSpeed's JSON.
+"""Trains or fine-tunes a causal LM of transformers on long texts, over CP groups, by DeepSpeed's JSON.
 
     python examples/finetune_hf.py --config ds.json --data FILE_OR_FOLDER [--model FOLDER]     (make finetune)
 

@@ -70,7 +70,7 @@ def burst_attention(
             of weights are. Every rank gives the same.
         config: default `BurstConfig()`.
         return_lse: also return the log-sum-exp of the scaled scores.
-        return_max_logit: also return, last, the largest scores, for qk-clip. Kernels "te" (2.9 and later, in
+        return_max_logit: also return, last, the max logits, for qk-clip. Kernels "te" (2.9 and later, in
             tiles without documents) and "reference" form them in passing; after others, each tile is attended
             once more, and nothing is sent twice.
         unknown: none is legal; a name that another package has is answered with what to write here.
@@ -82,7 +82,7 @@ def burst_attention(
         [batch, local sequence, heads] in float32 (float64 for float64 inputs), -inf where a query sees no
         key, nor has a sink. It is differentiable, on all ranks or none: kernels that do not take D itself
         then work on 8 more head columns in backward. With `return_max_logit` also [heads] in the dtype of
-        lse, without a gradient: the largest score of each head that this rank formed, softmax_scale q k^T
+        lse, without a gradient: the max logit of each head that this rank formed, softmax_scale q k^T
         where a query sees a key, before a softcap and without sinks; -inf if none. That of the whole
         sequence is the maximum over the ranks, which is the caller's to take.
 
@@ -116,7 +116,7 @@ def burst_attention(
 
 
 def _attended(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse and the largest scores: by the autograd function, or for a graph by the operator."""
+    """Return out, lse and the max logits: by the autograd function, or for a graph by the operator."""
     if torch.compiler.is_compiling():
         if keeps_results():  # torch matches saved tensors of a forward and its recomputation by their order
             out, lse, max_logit = _untraced(tensors, options)

@@ -196,7 +196,7 @@ class Attended(NamedTuple):
     v: Tensor
     ring_lse: Tensor
     max_logit: Tensor | None = None
-    """[H], if the call wants it: the largest score that this rank formed, -inf of heads of other members."""
+    """[H], if the call wants it: the max logit that this rank formed, -inf of heads of other members."""
 
 
 def sendable(call: Call, block: Buffer) -> Buffer:

@@ -70,7 +70,7 @@ def _forget_tickets() -> None:
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, up: Tensor | None, key: str, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, the largest scores and a ticket; lse and scores hold numbers where they are wanted."""
+    """Return out, lse, the max logits and a ticket; lse and scores hold numbers where they are wanted."""
     options, tensors = _options(key), Tensors(q, k, v, sinks, up)
     with refusing(agreement_of(options.topology)):
         request = validate(tensors, options)
@@ -95,7 +95,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, up: Any, key: str, needs_grad
 
 
 def _statistics(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for lse [B, H, S] and the largest scores [H]."""
+    """Return memory for lse [B, H, S] and the max logits [H]."""
     (batch, tokens, heads, _), dtype = q.shape, wide(q.dtype)
     return q.new_empty((batch, heads, tokens), dtype=dtype), q.new_empty(heads, dtype=dtype)
 

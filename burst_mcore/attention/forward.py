@@ -97,7 +97,7 @@ class _Forward:
         tensors = gather(self.q, tile.q), gather(k, k_rows), gather(v, k_rows)
         inputs = *tensors, tile.pattern, self.call.scores
         running = self.softmax.running(tile.q) if kernel.in_place else None
-        largest: list[Tensor] = []  # of kernels that have the largest scores in passing
+        largest: list[Tensor] = []  # of kernels that have the max logits in passing
         if kernel.in_place and running:
             out, lse, fresh = running
             kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
@@ -109,7 +109,7 @@ class _Forward:
             self.max_logit = self.max_logit.maximum(of_tile)
 
     def of_all_heads(self) -> Tensor | None:
-        """Return the largest scores with those of the heads of other members, if the call wants them."""
+        """Return the max logits with those of the heads of other members, if the call wants them."""
         own, member, members = self.max_logit, self.call.member, self.call.route.heads
         if own is None:
             return None

@@ -129,7 +129,7 @@ class Underivable(torch.autograd.Function):
 
 
 def attend(tensors: Tensors, request: Request, topology: Topology) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out [B, S, H, Dv], lse [B, H, S], largest scores [H]); the last two are empty unless wanted.
+    """Return (out [B, S, H, Dv], lse [B, H, S], max logits [H]); the last two are empty unless wanted.
 
     In a checkpointed function a forward saves a part of the results, and its recomputation takes this part.
     """

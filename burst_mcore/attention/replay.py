@@ -234,7 +234,7 @@ def tail_of(request: Request, call: Call, recompute: Recompute, attended: Attend
     """Return copies of the results from a cut on, so that the share `recompute.keep` of the work is saved.
 
     These are out and lse on the ring of this rank's rows. Under head x ring lse at home follows, if the call
-    wants it there, and then the largest scores, of all rows, if it wants them.
+    wants it there, and then the max logits, of all rows, if it wants them.
 
     tokens: the tokens of this rank; the rest of its rows is padding.
     """

@@ -115,7 +115,7 @@ class Request:
             "rates": str(self.rates),
             **{field.name: str(getattr(self.config, field.name)) for field in fields(self.config)},
             "lse wanted": str(self.return_lse),
-            "largest scores wanted": str(self.scores.max_logit),
+            "max logits wanted": str(self.scores.max_logit),
             "sinks": str(self.sinks),
         }
 

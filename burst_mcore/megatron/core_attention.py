@@ -73,7 +73,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
     """
 
     current_max_attn_logits: Tensor | None = None
-    """The largest score of each head since Megatron's `clip_qk` read it, over this rank's queries."""
+    """The max logit of each head since Megatron's `clip_qk` read it, over this rank's queries."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ def prepare_model(
     sequence.sharding = _sharding(inner, config, sequence.types)
     if dist.get_rank() == 0:
         groups = dist.get_world_size() // size
-        logger.warning(f"burst_mcore: {size} ranks share each sequence, {groups} sequence group(s); {loss}")
+        logger.warning(f"burst_mcore: {size} ranks share each sequence, {groups} CP group(s); {loss}")
     return sequence
 
 

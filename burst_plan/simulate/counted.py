@@ -70,10 +70,10 @@ class RowCounts:
         ahead = last.flip(0).cumsum(0).flip(0)
         return self._turned(ahead, -1), self._turned(first.cumsum(0), -1)
 
-    def lent(self) -> Tensor:
+    def remote(self) -> Tensor:
         """Return rows read by others, [owners]."""
         assert self._itinerary is not None
-        return self._turned(self._summed((~self._itinerary.lent).long()[None], 2)[0], -1)
+        return self._turned(self._summed((~self._itinerary.remote).long()[None], 2)[0], -1)
 
     def _turned(self, x: Tensor, *ring_size: int) -> Tensor:
         return x.flip(*ring_size) if self._mirrored else x
@@ -124,8 +124,8 @@ class OfAll(Hops[Counted]):
         return tuple(_or_unsent(torch.stack(pair, -1)) for pair in pairs)
 
     @cached_property
-    def _lent(self) -> Tensor:
-        return _or_unsent(torch.stack([counts.lent() for counts in self._passes], -1)[None])
+    def _remote(self) -> Tensor:
+        return _or_unsent(torch.stack([counts.remote() for counts in self._passes], -1)[None])
 
     def between(self, owner: int, reader: int) -> Carried[Counted]:
         distance = reader - owner
@@ -151,8 +151,8 @@ class OfAll(Hops[Counted]):
     def so_far_in_rounds(self, owner: int, i: int) -> Carried[Counted]:
         return (Counted(self._by_round[1], i, owner),) if i > 0 else ()
 
-    def lent(self, owner: int) -> Carried[Counted]:
-        return (Counted(self._lent, 0, owner),)
+    def remote(self, owner: int) -> Carried[Counted]:
+        return (Counted(self._remote, 0, owner),)
 
 
 def _or_unsent(rows: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def _said(rank, size, _):
 def test_the_first_rank_says_how_many_share_a_sequence():
     first, second = processes(2, _said, None)
     assert len(first) == 1 and not second
-    assert "2 ranks share each sequence, 1 sequence group(s); the loss is fused with the LM head" in first[0]
+    assert "2 ranks share each sequence, 1 CP group(s); the loss is fused with the LM head" in first[0]
 
 
 def test_a_plain_engine_beside_ours_keeps_its_own_groups():

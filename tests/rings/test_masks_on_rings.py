@@ -124,7 +124,7 @@ def test_random_masks_layouts_and_shapes(size, intra, first, last):
 
 
 def _largest(p, mask, scale):
-    """The largest score of each head, by definition, and the largest number among all scores."""
+    """The max logit of each head, by definition, and the largest number among all scores."""
     q, k = p.q.double(), p.k.double().repeat_interleave(p.q.shape[2] // p.k.shape[2], 2)
     scores, at = torch.einsum("bmhd,bnhd->bhmn", q, k) * scale, torch.arange(k.shape[1])
     largest = scores.masked_fill(~mask.allows(at, at), -torch.inf).amax((0, 2, 3))

@@ -90,7 +90,7 @@ def test_whole_batches(layout, loss):
             "refused (logits_to_keep): a loss is of all tokens",
             "refused (logits_to_keep): it must be a number of last tokens, or indices [chosen] of 41 tokens",
             "refused (logits_to_keep): it must be a number of last tokens",
-            "refused (batch): ranks of a sequence group were given different whole batches",
+            "refused (batch): ranks of a CP group were given different whole batches",
             "refused (cache): a shard has none",
         ]
         for text, start in zip(said, starts, strict=True):

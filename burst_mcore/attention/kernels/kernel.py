@@ -48,11 +48,11 @@ class Scores(NamedTuple):
     deterministic: bool = False
     """Gradients are bitwise equal between runs."""
     max_logit: bool = False
-    """Whether forward returns the largest score of each head, too, in kernels that have it."""
+    """Whether forward returns the max logit of each head, too, in kernels that have it."""
 
 
 Results = tuple[Tensor, ...]
-"""out and lse of a tile, and the largest scores of kernels that are asked and have them: see `Forward`."""
+"""out and lse of a tile, and the max logits of kernels that are asked and have them: see `Forward`."""
 Shares = tuple[GradientShare, GradientShare]
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk and dv of a tile: see `Backward`."""
@@ -63,7 +63,7 @@ class Forward(Protocol):
 
     Both results are new tensors that the caller may write. In rows that see no key out is finite, and lse is
     -inf. lse is natural-log, in at least float32; a float64 one tells by how much float32 would round it.
-    The third result is [H]: the largest score that a row sees, before a softcap.
+    The third result is [H]: the max logit that a row sees, before a softcap.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results: ...
@@ -146,7 +146,7 @@ class Kernel:
     """Whether it copies tensors of some heads of others."""
 
     def max_logit(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Tensor:
-        """Return the largest score of each head of a tile, [H], by one more forward."""
+        """Return the max logit of each head of a tile, [H], by one more forward."""
         steep = STEEP.get(q.dtype, 2.0**14)
         lse = self.forward(q, k, v, pattern, Scores(scores.scale * steep))[1]
         return (lse.amax((0, 2)) / steep).to(wide(q.dtype))

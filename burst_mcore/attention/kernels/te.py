@@ -96,7 +96,7 @@ def _forward_of_documents(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sco
 
 
 def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
-    """Return (out, statistics) as TransformerEngine lays them out, and of 2.9 and later the largest scores.
+    """Return (out, statistics) as TransformerEngine lays them out, and of 2.9 and later the max logits.
 
     These come rounded to the dtype of out.
     """

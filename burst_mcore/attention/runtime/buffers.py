@@ -51,7 +51,7 @@ class Lease:
     buffer is held between calls.
     """
 
-    _lent: dict[int, tuple[_Key, Tensor]] = field(default_factory=dict, init=False)
+    _leased: dict[int, tuple[_Key, Tensor]] = field(default_factory=dict, init=False)
     """By the tensor's id."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,19 +65,19 @@ class Lease:
         elif torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
         if type(tensor) is Tensor:  # not one of a tracing mode
-            self._lent[id(tensor)] = key, tensor
+            self._leased[id(tensor)] = key, tensor
         return tensor
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Let `tensor` go out of the pool, to be returned to the user."""
-        self._lent.pop(id(tensor), None)
+        self._leased.pop(id(tensor), None)
         return tensor
 
     def free(self, block: Sequence[Tensor]) -> None:
         """Give tensors back before the end."""
         for tensor in block:
-            if id(tensor) in self._lent:
-                _POOL.give(*self._lent.pop(id(tensor)))
+            if id(tensor) in self._leased:
+                _POOL.give(*self._leased.pop(id(tensor)))
 
     def __enter__(self) -> Self:
         return self
@@ -86,9 +86,9 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            for key, tensor in self._lent.values():
+            for key, tensor in self._leased.values():
                 _POOL.give(key, tensor)
-        self._lent = {}
+        self._leased = {}
 
 
 def room_like(

@@ -68,7 +68,7 @@ class Hops(Generic[T]):
         """Return the rows of `owner` that other nodes read up to round i."""
         return None if i > 0 else ()
 
-    def lent(self, owner: int) -> Carried[T]:
+    def remote(self, owner: int) -> Carried[T]:
         """Return the rows of `owner` that others read."""
         return None
 
@@ -89,7 +89,7 @@ class Itinerary:
         first, last: [segments, rounds]: the first and last place of a reader; `intra` and -1 if none.
         first_round: [segments]: the first round after round 0; `nodes` if none.
         last_round: [segments]; -1 if none.
-        lent: bool [segments]: whether there is a reader.
+        remote: bool [segments]: whether there is a reader.
     """
 
     def __init__(self, reading: Reading, nodes: int, intra: int, turn: int) -> None:
@@ -103,7 +103,7 @@ class Itinerary:
         some, rounds = self.last >= 0, torch.arange(nodes)
         self.first_round = torch.where(some & (rounds > 0), rounds, nodes).amin(1)
         self.last_round = torch.where(some, rounds, -1).amax(1)
-        self.lent = some.any(1)
+        self.remote = some.any(1)
 
     def _visits(self, owners: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
         m, l = owners[:, None] // self.intra, owners[:, None] % self.intra  # noqa: E741
@@ -154,8 +154,8 @@ class OfRingRank(Hops[range]):
     def so_far_in_rounds(self, owner: int, i: int) -> Carried:
         return self._rows(owner, [round_ <= i for round_ in self._places("first_round", owner)])
 
-    def lent(self, owner: int) -> Carried:
-        return self._rows(owner, [bool(each) for each in self._places("lent", owner)])
+    def remote(self, owner: int) -> Carried:
+        return self._rows(owner, [bool(each) for each in self._places("remote", owner)])
 
     def _places(self, name: str, owner: int, i: int = 0) -> list[int]:
         """Return a column of the itinerary for the owner's segments; read for a whole node at a time."""

@@ -67,7 +67,7 @@ class _Writer(Generic[T]):
         """Return the rows that the ring rank reads over distance t."""
         return self.hops.between(self.before(t), self.ring_rank)
 
-    def lent(self, t: int) -> Carried[T]:
+    def remote(self, t: int) -> Carried[T]:
         """Return the rows that the ring rank at distance t reads."""
         return self.hops.between(self.ring_rank, self.after(t))
 
@@ -96,7 +96,7 @@ class _Writer(Generic[T]):
         if u in self.reads:
             yield Recv(step, channel, into, self.before(u), self.fetched(u))
         if u in self.read_by:
-            yield Send(step, channel, HOME, self.after(u), self.lent(u))
+            yield Send(step, channel, HOME, self.after(u), self.remote(u))
 
     def give_back(self, i: int, t: int) -> Iterator[Action[T]]:
         """Sum the gradients of the block just computed, and send them home."""
@@ -114,7 +114,7 @@ class _Writer(Generic[T]):
         channel, comes = Channel(Link.DIRECT, Kind.GRADIENT, u), None
         if u in self.read_by:
             comes = f"{PARTIAL}{len(self.coming)}"
-            yield Recv(step, channel, comes, self.after(u), self.lent(u))
+            yield Recv(step, channel, comes, self.after(u), self.remote(u))
         if share is not None:
             yield Send(step, channel, share, self.before(u), self.fetched(u))
         self.coming.append((u, comes))
@@ -124,6 +124,6 @@ class _Writer(Generic[T]):
         for u, comes in self.coming:
             yield Wait(step, Channel(Link.DIRECT, Kind.GRADIENT, u))
             if comes is not None:
-                first, self.summed = nothing(self.summed), self.hops.together(self.summed, self.lent(u))
+                first, self.summed = nothing(self.summed), self.hops.together(self.summed, self.remote(u))
                 yield Add(step, HOME_SUM, comes, first=first, rows=self.summed)
         self.coming = []

@@ -145,7 +145,7 @@ class _Writer(Generic[T]):
         self.wait(_INTER_GRADIENT)
         if not nothing(self.hops.so_far_in_rounds(source, (i or self.nodes) - 1)):
             first = nothing(self.hops.so_far(source, i, j))
-            rows = self.hops.so_far_in_rounds(source, i) if i > 0 else self.hops.lent(source)
+            rows = self.hops.so_far_in_rounds(source, i) if i > 0 else self.hops.remote(source)
             self.actions.append(Add(self.step, self.total, PARTIAL, first=first, rows=rows))
         if i > 0 and (i < self.nodes - 1 or self.intra > 1):  # where nodes are single, `bring_home` hops last
             comes, goes = (self.hops.so_far_in_rounds(self.held(at, j), i) for at in (i + 1, i))
@@ -169,12 +169,12 @@ class _Writer(Generic[T]):
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
             owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
-            comes, goes = (self.hops.lent(each) for each in (self.ring_rank, owner))
+            comes, goes = (self.hops.remote(each) for each in (self.ring_rank, owner))
             if not nothing(goes):
                 self.complete(goes)
             self.hop(channel, HOME_TOTAL, TOTAL, comes, goes)
             self.wait(channel)
-        others = self.step > 1 and not nothing(self.hops.lent(self.ring_rank))
+        others = self.step > 1 and not nothing(self.hops.remote(self.ring_rank))
         home = (OWN_SHARE,) * self.hops.reads(self.ring_rank) + (HOME_TOTAL,) * others
         self.actions.append(Return(self.step, home))
 

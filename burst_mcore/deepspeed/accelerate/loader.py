@@ -1,4 +1,4 @@
-"""Accelerate's loaders for sequence groups: all ranks of a group get the batches of one process."""
+"""Accelerate's loaders for CP groups: all ranks of a group get the batches of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from burst_mcore.wrap import around, while_set
 
 
 class BurstSPDataLoaderAdapter(ShardedLoader):
-    """Takes the place of UlyssesSPDataLoaderAdapter: the batches of a sequence group, which its model shards.
+    """Takes the place of UlyssesSPDataLoaderAdapter: the batches of a CP group, which its model shards.
 
     Batches need no position_ids and may be of any length; beside labels are shift_labels. Of D sequence
     groups, group g works on batches g, D + g, ... of the dataset, as process g of D does that share no
@@ -46,7 +46,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         self.dl: Any = dl
         super().__init__(dl, group=sp_group, own=own, device=device)
         self.place, self.groups = dist.get_rank() // self.size, dist.get_world_size() // self.size
-        """Which sequence group this is, of how many."""
+        """Which CP group this is, of how many."""
         self.evaluates = False
         """Whether the epoch that runs is one of evaluation: the model was not training when it began."""
         self.last: tuple[int, int] | None = None
@@ -108,7 +108,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             name = "dispatch_batches=False for a streamed dataset"
         else:
             return
-        text = f"Accelerate's {name} is not served with several sequence groups: leave it out"
+        text = f"Accelerate's {name} is not served with several CP groups: leave it out"
         raise RefusedError("loader", text)
 
     def _load(self, batches: Iterator[Any]) -> Any:
@@ -211,7 +211,7 @@ Without a size a short batch stays as it is. A batch that the user drops is not 
 _ADAPTER = "burst_mcore_adapter"
 """The attribute of a loader of Accelerate's that has the adapter which goes over it."""
 _strategies: WeakValueDictionary[int, LoadedBatch] = WeakValueDictionary()
-"""By sequence group, which is never freed, that of the model that was prepared last: batches are its own."""
+"""By CP group, which is never freed, that of the model that was prepared last: batches are its own."""
 
 
 def shard_for(strategy: LoadedBatch) -> None:
@@ -239,7 +239,7 @@ def group_of(parallelism: Any) -> dist.ProcessGroup | None:
 
 @around
 def sharding_to_groups(own: Callable[..., Any], dataloader: Any, device: Any = None, **options: Any) -> Any:
-    """accelerate's prepare_data_loader: each sequence group is one process, whose batches come from here."""
+    """accelerate's prepare_data_loader: each CP group is one process, whose batches come from here."""
     from accelerate.state import AcceleratorState
 
     group = group_of(AcceleratorState().parallelism_config)

@@ -1,6 +1,6 @@
 """The names of DeepSpeed, Accelerate and transformers that burst replaces, and what stands in their place.
 
-Each method here takes the package's own and returns ours. Without sequence groups the own one is called.
+Each method here takes the package's own and returns ours. Without CP groups the own one is called.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 @around
 def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Accelerator.gather_for_metrics, for loaders of sequence groups as well: see `counted`."""
+    """Accelerator.gather_for_metrics, for loaders of CP groups as well: see `counted`."""
     loader = adapter_of(self.gradient_state.active_dataloader)
     if loader is None:
         return own(self, input_data, use_gather_object)
@@ -112,7 +112,7 @@ def _is_of_tensors(x: Any) -> bool:
 
 @around
 def counting_tokens(init: shared.AnyMethod, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Trainer.__init__: losses are divided by the labels of all micro-batches, as without sequence groups.
+    """Trainer.__init__: losses are divided by the labels of all micro-batches, as without CP groups.
 
     TRL's trainers are refused here, but for those whose losses are known.
     """
@@ -161,6 +161,6 @@ def _refuse_other_trainers(kind: type) -> None:
     if names and names[0] not in SERVED:
         raise RefusedError(
             "trainer",
-            f"{kind.__name__} is not served over sequence groups. Of TRL these are: "
+            f"{kind.__name__} is not served over CP groups. Of TRL these are: "
             f"{', '.join(sorted({served.rsplit('.')[-1] for served in SERVED}))}",
         )

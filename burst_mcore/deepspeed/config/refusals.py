@@ -45,13 +45,13 @@ def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
         raise RefusedError(
             "mesh",
             '"data_parallel_size" (or mesh_param) makes DeepSpeed build a device mesh: then ZeRO leaves '
-            'gradients unreduced over the sequence groups: give "sequence_parallel_size" alone',
+            'gradients unreduced over the CP groups: give "sequence_parallel_size" alone',
         )
     if part(config, "pipeline").get("stages") not in (None, "auto", 1):
-        raise RefusedError("pipeline", "pipeline stages are not supported beside sequence groups")
+        raise RefusedError("pipeline", "pipeline stages are not supported beside CP groups")
     tensor = part(config, "tensor_parallel").get("autotp_size", 0)
     if tensor and tensor > 1:
-        raise RefusedError("tensor_parallel", f'"autotp_size": {tensor} is not served beside sequence groups')
+        raise RefusedError("tensor_parallel", f'"autotp_size": {tensor} is not served beside CP groups')
 
 
 def refuse_autos(config: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
     if actual != size:
         raise RefusedError(
             "sequence_parallel_size",
-            f"the JSON says {size}, but the sequence groups have {actual} ranks: "
+            f"the JSON says {size}, but the CP groups have {actual} ranks: "
             f'write "sequence_parallel_size": {actual} (zero.Init reads it before there is an mpu)',
         )
     sequence = set(dist.get_process_group_ranks(group))
@@ -114,12 +114,12 @@ def refuse_mpu(config: Mapping[str, Any], mpu: Any, size: int) -> None:
                 "data-parallel group",
                 f"under ZeRO-3 get_data_parallel_group() must hold the sequence ranks too, else parameters "
                 f"are sharded, and gradients averaged, over the wrong ranks: it has {sorted(data)}, the "
-                f"sequence group {sorted(sequence)}",
+                f"CP group {sorted(sequence)}",
             )
     aliased = actual > 1 and sequence <= set(dist.get_process_group_ranks(mpu.get_model_parallel_group()))
     if aliased and part(config, "activation_checkpointing").get("partition_activations"):
         raise RefusedError(
             "partition_activations",
-            "the mpu's model-parallel group is its sequence group, whose ranks hold different tokens: "
+            "the mpu's model-parallel group is its CP group, whose ranks hold different tokens: "
             "activations partitioned over it are mixed up. Leave mpu out, or partition_activations",
         )

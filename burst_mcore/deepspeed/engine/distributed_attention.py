@@ -17,7 +17,7 @@ CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
 
 
 class BurstDistributedAttention(nn.Module):
-    """Attention over a sequence group, with DistributedAttention's constructor and forward, for any heads.
+    """Attention over a CP group, with DistributedAttention's constructor and forward, for any heads.
 
     Args:
         local_attention: what DistributedAttention would call on whole sequences of some heads. It is kept,

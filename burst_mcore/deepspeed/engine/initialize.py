@@ -51,7 +51,7 @@ def initialize(
     "burst_attention" may have, see docs/reference/deepspeed-section.md. Collective over all ranks.
 
     The returned engine's loss is the mean over the valid labels of the whole sequence, the same on all ranks
-    of a sequence group; losses, gradients, clipping and norms are those of SP 1 with as many data-parallel
+    of a CP group; losses, gradients, clipping and norms are those of SP 1 with as many data-parallel
     ranks.
 
     Args:
@@ -60,7 +60,7 @@ def initialize(
         config: DeepSpeed's JSON, as a path or a dict; it is not changed.
         training_data: a dataset, or a DataLoader, or anything that yields batches: see `loader_for`. With it,
             an optimizer that neither the JSON nor the caller has is `OPTIMIZER`; a warning says so.
-        mpu: sequence groups that exist; by default they are made, consecutive ranks sharing a sequence.
+        mpu: CP groups that exist; by default they are made, consecutive ranks sharing a sequence.
         collate_fn: as DataLoader has it; by default samples are padded on the right.
         pad_token_id: default the model's, or 0.
         options: what deepspeed.initialize takes besides (optimizer, model_parameters, lr_scheduler, ...).
@@ -96,7 +96,7 @@ def initialize(
 
 
 def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
-    """Prepare a model as `prepare_model` does, for the sequence groups of an mpu, `unit`."""
+    """Prepare a model as `prepare_model` does, for the CP groups of an mpu, `unit`."""
     group, recompute = unit.get_sequence_parallel_group(), section.checkpointing.recomputed()
     attention, fused = section.attention, section.fused_loss
     return prepare_model(model, group=group, config=attention, fused_loss=fused, recompute=recompute)
@@ -121,22 +121,22 @@ def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tens
     """Return the mean loss of whole sequences, the same on all their ranks, from each rank's part of it.
 
     It is for losses that are made of a shard's logits. Its gradient is that of one process, on every ZeRO
-    stage. Collective over the sequence group.
+    stage. Collective over the CP group.
 
     Args:
         total: the sum of the losses, or weighted losses, of this rank's tokens.
         count: how many labels this rank's tokens have, or the sum of their weights; 0 on all ranks is a loss
             of 0.
-        engine: of `initialize`, where there are engines of several sequence groups.
+        engine: of `initialize`, where there are engines of several CP groups.
 
     Raises:
-        RefusedError: the sequence group is not known.
+        RefusedError: the CP group is not known.
     """
     if engine is not None:
         return whole_mean(total, count, sequence_of(engine.module).group)
     groups = {sequence.group for sequence in attached}
     if len(groups) != 1:
-        text = f"models were prepared for {len(groups)} sequence groups: give whole_loss one engine="
+        text = f"models were prepared for {len(groups)} CP groups: give whole_loss one engine="
         raise RefusedError("loss", text)
     return whole_mean(total, count, groups.pop())
 

@@ -1,4 +1,4 @@
-"""The sequence groups, and the mpu that gives them to DeepSpeed, for ZeRO 0 to 3."""
+"""The CP groups, and the mpu that gives them to DeepSpeed, for ZeRO 0 to 3."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from burst_mcore.wrap import around, wrap
 
 
 class SequenceParallelUnit:
-    """DeepSpeed's mpu for sequence groups: consecutive ranks share a sequence, ZeRO shards over all ranks.
+    """DeepSpeed's mpu for CP groups: consecutive ranks share a sequence, ZeRO shards over all ranks.
 
     It has no get_data_parallel_*, as DeepSpeed's own parallel_state_sp has none: then DeepSpeed takes the
     sequence-data group, all ranks, for ZeRO, and world / SP for batch sizes. Its model-parallel group is this
-    rank alone, not the sequence group: nothing is sharded as tensor parallelism shards it.
+    rank alone, not the CP group: nothing is sharded as tensor parallelism shards it.
     """
 
     def __init__(self, size: int) -> None:
@@ -59,10 +59,10 @@ class SequenceParallelUnit:
 
 
 def take_means(engine: Any) -> None:
-    """Have an engine of sequence groups average gradients over all ranks, whatever its ZeRO stage.
+    """Have an engine of CP groups average gradients over all ranks, whatever its ZeRO stage.
 
     Left alone, DeepSpeed divides by all ranks where ZeRO-3 reduces by reduce-scatter, and elsewhere by the
-    number of sequence groups, as far as the size of a group is known to the engine and its optimizer. There
+    number of CP groups, as far as the size of a group is known to the engine and its optimizer. There
     a term of the loss that is equal on all ranks would count once for each rank of a group.
     """
     for part in (engine, engine.optimizer):

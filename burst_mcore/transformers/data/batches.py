@@ -31,7 +31,7 @@ SHARDED = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
 READ = (*SHARDED, "labels", "attention_mask", *CUMULATED)
 """Columns that `prepared` reads: tensors, or lists of numbers."""
 WHOLE = "burst_mcore_whole"
-"""The column, a number, by which a loader says that a batch is whole on all ranks of a sequence group."""
+"""The column, a number, by which a loader says that a batch is whole on all ranks of a CP group."""
 DROPPED = (*READ[5:], WHOLE, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns that positions and shifted labels replace: no rank gets them."""
 

@@ -45,7 +45,7 @@ END, FAILED = -1, -2
 class ShardedLoader:
     """Iterates over a loader of whole sequences and yields this rank's part of each batch.
 
-    Every rank of the sequence group must load the same batches (`own=False`); that is checked, batch by
+    Every rank of the CP group must load the same batches (`own=False`); that is checked, batch by
     batch. Or each loads its own (`own=True`, the way of UlyssesSPDataLoaderAdapter, for loaders that shard
     samples over all ranks): then they are gathered, and all ranks work on each of them in turn.
 
@@ -127,7 +127,7 @@ class ShardedLoader:
         if END in states:
             if set(states) != {END}:
                 ended = [rank for rank, state in enumerate(states) if state == END]
-                raise RefusedError("loader", f"it ended on ranks {ended} of the sequence group before others")
+                raise RefusedError("loader", f"it ended on ranks {ended} of the CP group before others")
             return []
         assert batch is not None
         return self._wholes(batch, states)
@@ -164,11 +164,11 @@ class ShardedLoader:
             return every
         if len(set(states)) > 1:
             if self.from_caller:
-                text = "ranks of a sequence group were given different whole batches: seed loaders alike"
+                text = "ranks of a CP group were given different whole batches: seed loaders alike"
                 raise RefusedError("batch", text)
             raise RefusedError(
                 "loader",
-                "the ranks of a sequence group loaded different batches. Shard samples over data-parallel "
+                "the ranks of a CP group loaded different batches. Shard samples over data-parallel "
                 "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
                 "on all; or, if every rank shall bring its own, pass own=True",
             )

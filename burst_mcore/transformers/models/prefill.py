@@ -1,4 +1,4 @@
-"""The prompt of `generate` over a sequence group: sharded, attended by the ring, and its cache gathered."""
+"""The prompt of `generate` over a CP group: sharded, attended by the ring, and its cache gathered."""
 
 from __future__ import annotations
 

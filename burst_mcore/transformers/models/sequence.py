@@ -52,7 +52,7 @@ class SequenceParallel:
     model: nn.Module
     topology: Topology
     group: dist.ProcessGroup | None
-    """The sequence group; None for one rank."""
+    """The CP group; None for one rank."""
     config: BurstConfig
     batches: Strategy = field(init=False)
     """What the model does with its batches, chosen by whoever prepares it."""

@@ -191,11 +191,11 @@ class _Forwards:
         if any(failed):
             raise RefusedError("another rank", f"ranks {_where(failed)} of the group refused their batch")
         if len(set(batch)) > 1:
-            raise RefusedError("batch", f"the ranks of the sequence group have {batch} rows of one batch")
+            raise RefusedError("batch", f"the ranks of the CP group have {batch} rows of one batch")
         for name, column in zip(("shift_labels", self.of.types), columns, strict=True):
-            differ = f"ranks {_where(column)} of the sequence group have {name}, the others none"
+            differ = f"ranks {_where(column)} of the CP group have {name}, the others none"
             refuse("labels" if name == "shift_labels" else "batch", differ if len({*column}) > 1 else None)
-        refuse("tree", "ranks of a sequence group have different trees" if len({*trees}) > 1 else None)
+        refuse("tree", "ranks of a CP group have different trees" if len({*trees}) > 1 else None)
         return lengths, sum(labels)
 
     def _whole(self, positions: Tensor, lengths: list[int]) -> Tensor:

@@ -266,7 +266,7 @@ def test_blocks_that_cannot_be_are_refused_on_all_ranks():
             True,  # embeddings in the place of tokens
             "refused (batch): pixel_values are merged with whole sequences: give inputs_embeds",
             "refused (token_type_ids): they must be [2, 32] as the tokens are, got [2, 64]",
-            "refused (batch): ranks [1] of the sequence group have token_type_ids, the others none",
+            "refused (batch): ranks [1] of the CP group have token_type_ids, the others none",
             "refused (mask): tokens [30, 45) of row 1 are one block, and a document ends at 40: a block of "
             "tokens that see each other lies in one document",
             "refused (tree): a mask of types of tokens does not know its branches: use rows apart",

@@ -1,4 +1,4 @@
-"""Every causal LM that transformers names, tiny: is it the same over a sequence group, or refused?"""
+"""Every causal LM that transformers names, tiny: is it the same over a CP group, or refused?"""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def blocks() -> torch.Tensor:
 
 
 def sharded(model: Any, batch: dict[str, Any], **section: Any) -> torch.Tensor:
-    """The loss over a sequence group of all ranks, and gradients averaged over it."""
+    """The loss over a CP group of all ranks, and gradients averaged over it."""
     unit = unit_of(dist.get_world_size())
     sequence = prepare_for_engine(model, section_of({KEY: section}), unit)
     loader = ShardedLoader([batch], group=sequence.group, **sequence.sharding)

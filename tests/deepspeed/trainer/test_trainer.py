@@ -1,4 +1,4 @@
-"""transformers' Trainer over sequence groups, held to the plain Trainer in one process."""
+"""transformers' Trainer over CP groups, held to the plain Trainer in one process."""
 
 import numpy as np
 import pytest
@@ -200,7 +200,7 @@ def _alike(found, want, *, count=3):
 
 
 def _compare(sp, size, calls, folder):
-    """Each call on sequence groups beside the same with as many more micro-batches in one process."""
+    """Each call on CP groups beside the same with as many more micro-batches in one process."""
     replicas = size // sp
     alone = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""TRL's SFT and DPO over sequence groups, held to the same in one process."""
+"""TRL's SFT and DPO over CP groups, held to the same in one process."""
 
 import logging
 

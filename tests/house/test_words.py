@@ -1,0 +1,29 @@
+"""Words that the field does not use for what is meant, and that are gone: see docs/reference/glossary.md."""
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GONE = {
+    "block": r"bundles?",
+    "shard": r"deals?|dealt|dealing|dealer",
+    "rotate, send": r"travels?|travelling|travelled",
+    "CP group": r"sequence groups?",
+    "max logits": r"largest scores?",
+}
+"""By the word that stands in their place."""
+
+
+def test_words_that_are_gone_do_not_come_back():
+    found, texts = [], 0
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n"):
+        path = ROOT / name
+        if path.suffix not in (".py", ".md") or name == "CHANGELOG.md" or path == Path(__file__):
+            continue
+        texts += 1
+        for word, gone in GONE.items():
+            found += [
+                f"{name}: {each}, say {word}" for each in re.findall(rf"\b(?:{gone})\b", path.read_text())
+            ]
+    assert texts > 400 and not found, found
