@@ -27,7 +27,7 @@ from burst_mcore.mask import Mask
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-TRAVELS = {"ring": "alltoall", "gather": "allgather"}
+ROTATES = {"ring": "alltoall", "gather": "allgather"}
 """How keys and values rotate, by our word: hop by hop, or all of them at once, which is torch's default."""
 
 
@@ -42,7 +42,7 @@ def templates() -> Any:
 
 def choose(rotates: str, balanced: bool = True) -> None:
     """Set the options of all templates: how keys rotate, and whether the sequence is sharded zigzag."""
-    templates().set_rotate_method(TRAVELS[rotates])
+    templates().set_rotate_method(ROTATES[rotates])
     templates()._cp_options.enable_load_balance = balanced
 
 

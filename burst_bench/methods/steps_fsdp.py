@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from burst_bench.core import Method, World, add, shared_heads
-from burst_bench.methods.peers import TRAVELS, choose
+from burst_bench.methods.peers import ROTATES, choose
 from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, causal, llama, needs
 from burst_bench.methods.steps import first_loss as first_loss
 from burst_mcore.layout import shard
@@ -144,7 +144,7 @@ NEEDS = partial(needs, ["transformers"])
 THEIRS = partial(NEEDS, None)
 add(
     "fsdp",
-    *(Method(f"torch-{word}", partial(_context_parallel, word), THEIRS, ours=False) for word in TRAVELS),
+    *(Method(f"torch-{word}", partial(_context_parallel, word), THEIRS, ours=False) for word in ROTATES),
     Method("torch-ulysses", _ulysses, _ulysses_needs, ours=False),
     *(Method(name, partial(_ours, setting), partial(NEEDS, setting)) for name, setting in OURS.items()),
 )

@@ -101,8 +101,8 @@ class _Backward(ABC):
     def run(self, transport: Transport, inward: Mapping[Kind, Exchange]) -> tuple[Tensor, Tensor, Tensor]:
         outward = self.outward() if inward else {}
         home = sendable(self.call, self.sides.rotating)
-        given = transport, self.call.rank, home, self.new, self.lease.free, {**inward, **outward}
-        executor = Executor(*given, self.call.total_dtype)
+        exchanges, dtype = {**inward, **outward}, self.call.total_dtype
+        executor = Executor(transport, self.call.rank, home, self.new, self.lease.free, exchanges, dtype)
         self.call.prepare(self.pass_, self.queries.q.device)
         executor.run(self.call.bound(self.pass_), self.compute, self.accumulate, self.keep)
         if outward:

@@ -17,7 +17,7 @@ from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.words import brief, is_finite
 
-TRAVELS = ("auto", "on", "off")
+ROTATES = ("auto", "on", "off")
 """Values of `Latent.rotates`."""
 TENSOR = "[batch, local sequence, heads, head_dim] without empty dimensions"
 
@@ -124,8 +124,8 @@ def check_settings(
         raise ValueError(f"config must be a BurstConfig, got {brief(config)}")
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {brief(mask)}: {_nearest(mask)}")
-    if rotates not in TRAVELS:
-        raise ValueError(f"rotates must be one of {', '.join(map(repr, TRAVELS))}, got {brief(rotates)}")
+    if rotates not in ROTATES:
+        raise ValueError(f"rotates must be one of {', '.join(map(repr, ROTATES))}, got {brief(rotates)}")
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is not None and not (is_finite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {brief(value)}")

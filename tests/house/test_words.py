@@ -23,7 +23,6 @@ def test_words_that_are_gone_do_not_come_back():
             continue
         texts += 1
         for word, gone in GONE.items():
-            found += [
-                f"{name}: {each}, say {word}" for each in re.findall(rf"\b(?:{gone})\b", path.read_text())
-            ]
+            there = re.findall(rf"(?<![a-z])(?:{gone})(?![a-z])", path.read_text(), re.IGNORECASE)
+            found += [f"{name}: {each}, say {word}" for each in there]
     assert texts > 400 and not found, found

@@ -1,8 +1,9 @@
 """Accelerate, the Trainer and TRL over sharded sequences: burst takes the place of DeepSpeed's Ulysses.
 
-places  the names that are replaced, and what stands there: the Trainer's loss, reports of an evaluation
-model   a model that Accelerate prepares
-loader  Accelerate's loaders, as loaders of shards
+places   the names that are replaced, and how to restore them
+model    a model that Accelerate prepares
+loader   Accelerate's loaders, which give the ranks of a CP group equal batches
+trainer  the Trainer's loss and tokens, and reports of an evaluation
 """
 
 from burst_mcore.deepspeed.accelerate.loader import BurstSPDataLoaderAdapter

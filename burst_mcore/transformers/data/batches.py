@@ -1,7 +1,7 @@
 """From batches of whole sequences to the part of a rank: pure functions.
 
 A batch is a dict of tensors [rows, tokens, ...]; what has no such shape goes to every rank as it is. Labels
-are shifted before the sequence is sharded, and one index shards tokens, positions and labels.
+are shifted before the sequence is sharded, and one index selects tokens, positions and labels.
 """
 
 from __future__ import annotations
@@ -139,15 +139,15 @@ def prepared(
     n = ids.shape[1]
     more = -n % multiple
     whole = {
-        name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_sharded(x, n) else x
+        name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_per_token(x, n) else x
         for name, x in batch.items()
         if name not in (*READ[:3], *DROPPED)
     }
-    for name in (x for x in whole if more and is_sharded(batch[x], n + more)):  # would be sharded as it is
+    for name in (x for x in whole if more and is_per_token(batch[x], n + more)):  # would be sharded as it is
         raise RefusedError("batch", f"{name} has {n + more} entries a row, as if padded: give it {n}")
     if TREE in whole:
         whole[TREE] = padded(whole[TREE], more)
-    if types in whole and is_sharded(batch[types], n):
+    if types in whole and is_per_token(batch[types], n):
         whole[types] = pad(batch[types].masked_fill(~real, -1), (0, more), value=-1)
     beyond = positions[:, -1:] + torch.arange(1, more + 1)
     if more and (TREE in whole or (max_positions is not None and int(beyond.max()) >= max_positions)):
@@ -165,7 +165,7 @@ def sharded(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | 
     """Return a rank's part of a prepared batch: every [rows, tokens, ...] by the same index."""
     n = whole["position_ids"].shape[1]
     return {
-        name: shard(x, 1, rank=rank, size=size, layout=layout) if is_sharded(x, n) else x
+        name: shard(x, 1, rank=rank, size=size, layout=layout) if is_per_token(x, n) else x
         for name, x in whole.items()
     }
 
@@ -175,7 +175,7 @@ def digest_of_batch(batch: Mapping[str, Any]) -> int:
     return digest_of({name: digest(x.cpu()) for name, x in batch.items() if isinstance(x, Tensor)})
 
 
-def is_sharded(x: Any, n: int) -> bool:
+def is_per_token(x: Any, n: int) -> bool:
     """Return whether a value of a batch of n tokens has one entry for each of them."""
     return isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == n
 

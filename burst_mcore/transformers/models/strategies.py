@@ -357,8 +357,8 @@ class LoadedBatch(_Forwards):
             if lacks and not evaluates:  # the caller has taken them, and makes a loss of logits
                 arguments = {name: x for name, x in arguments.items() if name not in OF_LOSS}
             return self._sharding.forward(arguments)
-        given = "shift_labels" not in lacks or arguments.get(TREE) is not None
-        if evaluates and self.alone and not (given or asks_for_fused_head(arguments)):
+        is_shard = "shift_labels" not in lacks or arguments.get(TREE) is not None
+        if evaluates and self.alone and not (is_shard or asks_for_fused_head(arguments)):
             return self._of_this_rank(arguments)
         return self._trusting.forward(arguments)
 
