@@ -109,6 +109,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _unmoved(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`.cuda()` and `.pin_memory()`: the tensor is there already."""
     return tensor
 
 
@@ -200,6 +201,7 @@ def _is(value: Any) -> Callable[[Any], Any]:
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
+    """Put a function there that takes anything and returns `value`."""
     return lambda original: lambda *args, **kwargs: value
 
 

@@ -242,6 +242,7 @@ class Plan:
         return tuple(by_ring_rank.split(other.bincount(minlength=self.size).tolist()))
 
     def _counted(self, ring_rank: int, part: int | None) -> tuple[Stretch, ...]:
+        """Return the stretches by which pieces count rows: those of classes, where the mask is dilated."""
         return (self._classes(ring_rank, part)[0],) if self.by_class else self.stretches(ring_rank, part)
 
     @cached_on_plan
