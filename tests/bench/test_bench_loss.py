@@ -6,17 +6,15 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 pytest.importorskip("typer")
 
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench.core import METHODS, Method, Table, World, installed, of_kind
-from burst_bench.memory import LargestMade, peak_meter
+from burst_bench.core import METHODS, Method, World, installed, of_kind
 from burst_bench.methods import heads
-from burst_bench.results import Results, read
+from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import loss
 from burst_bench.subjects.loss import HeadCase
@@ -101,121 +99,3 @@ def test_what_cannot_run_gives_its_reason(monkeypatch):
         "lacks": "needs a GPU and the package no-such",
     }
     assert results.tables["small"]["naive", "wall"][0] > 0
-
-
-@pytest.mark.parametrize("fails", [_refusing, _killed])
-def test_what_fails_beside_a_method_is_not_its_fault(fails, monkeypatch):
-    results = _measured(monkeypatch, [Method("burst", fails)], ["burst", "naive"])
-    table = results.tables["small"]
-    assert table["naive", "wall"][0] > 0 and ("naive", "burst wall") not in table
-    assert [entry["method"] for entry in results.refused] == ["burst"]
-
-
-@pytest.mark.parametrize(("masked", "least", "most"), [(0.0, 0, 0), (loss.MASKED, 2, 14), (0.5, 30, 66)])
-def test_so_many_tokens_are_masked(masked, least, most):
-    labels = replace(SMALL, masked=masked).tensors("cpu")[2]
-    assert least <= (labels == heads.IGNORED).sum() <= most
-    assert labels[0] != heads.IGNORED  # a mean over nothing has no gradient
-
-
-def test_the_three_products_over_parts_are_those_of_the_whole(monkeypatch):
-    hidden, weight, _ = (x.detach() for x in SMALL.tensors("cpu"))
-    made = []
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda x: made.append(empty_like(x)) or made[-1])
-    loss.three_products(hidden, weight)()
-    monkeypatch.setattr(loss, "LARGE", 1)
-    monkeypatch.setitem(loss.PRODUCT_TOKENS, "cpu", 40)
-    loss.three_products(hidden, weight)()
-    torch.testing.assert_close(made[0], hidden @ weight.t() @ weight)
-    torch.testing.assert_close(made[1], (hidden @ weight.t()).t() @ hidden)
-    torch.testing.assert_close(made[2:], made[:2])
-
-
-def test_memory_is_what_a_call_takes_beyond_what_is_there():
-    given = torch.ones(2**24)
-    assert peak_meter(lambda: None, "cpu")["peak"] < 2**22
-    assert abs(peak_meter(lambda: (given + 1, given + 2), "cpu")["peak"] - 2**27) < 2**22
-    with LargestMade([given]) as seen:
-        made = given[:10].clone().expand(1000, 10)
-        given.t()
-    assert seen.elements == 10
-    assert made.numel() == 10000
-
-
-def _judged(case, **of_methods):
-    """{claim: reached}, and the claims left open, of samples by method and meter."""
-    results = Results("loss", "", "cpu", 1)
-    table = {
-        (name.replace("_", "-"), meter): samples
-        for name, meters in of_methods.items()
-        for meter, samples in meters.items()
-    }
-    table |= {(m, meter): samples for m, meter, samples in case.derive(Table(table)) if len(samples)}
-    results.tables["large"] = Table(table)
-    results.judge(HeadCase, {"large": case})
-    return {bar.claim: bar.reached for bar in results.bars}, results.not_judged
-
-
-def _in_turn(*ours):
-    ones = (1.0,) * len(ours)
-    return {"wall": ones, "products wall": (0.8,) * len(ours), "burst wall": ours}
-
-
-LARGE = HeadCase(tokens=8192, hidden=1024, vocabulary=128256, dtype="bfloat16")
-OURS = {"wall": (1.0,), "products wall": (0.8,), "peak": (10,), "largest / (N x V)": (0.1,)}
-IN_TURN = "time over that of compiled-naive, in turn"
-
-
-def test_bars_are_for_the_shapes_that_they_name_and_nothing_is_dropped():
-    compiled = {**_in_turn(0.9, 1.02, 1.5), "peak": (40,)}
-    torchs = {"wall": (1.6,), "products wall": (0.8,), "peak": (8,)}
-    reached, not_judged = _judged(LARGE, burst=OURS, compiled_naive=compiled, torch=torchs)
-    assert reached == {
-        "time over the three products alone": True,
-        IN_TURN: False,
-        "peak memory over that of torch": False,
-        "peak memory over that of compiled-naive": True,
-        "largest tensor made over N x V, below 1": True,
-    }
-    assert not_judged == ["large: peak memory over that of deepspeed"]
-    even = _judged(LARGE, burst=OURS, compiled_naive=_in_turn(0.8, 1.3))[0]
-    assert not even[IN_TURN]  # the median of their inverses is above 1 too
-    faster = _judged(LARGE, burst=OURS, compiled_naive=_in_turn(0.9, 0.98, 1.5))[0]
-    assert faster[IN_TURN]
-    alone = _judged(LARGE, burst=OURS, compiled_naive={"wall": (1.0,), "products wall": (0.8,)})
-    assert f"large: {IN_TURN}" in alone[1]
-    whole = _judged(LARGE, burst={**OURS, "largest / (N x V)": (1.0,)})[0]
-    assert not whole["largest tensor made over N x V, below 1"]
-
-
-def test_other_shapes_and_more_masked_tokens_have_no_bars():
-    assert _judged(replace(LARGE, tokens=96), burst=OURS) == ({}, [])
-    assert _judged(replace(LARGE, masked=0.5), burst=OURS) == ({}, [])
-    lesser = replace(LARGE, tokens=4096, vocabulary=32000)  # there memory has no bar
-    assert not any("memory" in claim for claim in _claims(lesser, "cpu"))
-    assert _claims(replace(LARGE, tokens=4096, hidden=4096), "cpu") == []
-    on_gpu = _claims(replace(LARGE, tokens=4096, hidden=4096), "cuda")
-    assert "time over that of liger, in turn" in on_gpu and "time over that of cce, in turn" in on_gpu
-
-
-def _claims(case, device):
-    return [bar.claim for bar in case.bars(device)]
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--case", "tokens=12x"], "tokens must be int, got '12x'"),
-        (["--case", "tokens=0"], "tokens must be at least 1, got 0"),
-        (["--case", "dtype=int8"], "dtype must be one of float32"),
-        (["--methods", "magic"], "unknown method 'magic'; legal: burst, naive"),
-        (["--device", "tpu"], "no device 'tpu' here"),
-        (["--case", "masked=1.0"], "the masked share of tokens must be at least 0 and below 1, got 1.0"),
-    ],
-)
-def test_bad_options_are_one_line(words, error):
-    done = CliRunner().invoke(app, ["bench", "loss", *words])
-    assert done.exit_code == 2
-    assert error in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1

@@ -8,9 +8,7 @@ pytest.importorskip("matplotlib")
 from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench import stage
-from burst_bench.core import Method, Table, World, of_kind
-from burst_bench.methods.layers import LayerMethod
+from burst_bench.core import World, of_kind
 from burst_bench.results import read
 from burst_bench.subjects import recompute
 from burst_bench.subjects.recompute import LayersCase
@@ -49,49 +47,6 @@ def test_the_flop_model():
     assert {name: shares[name] for name in want} == pytest.approx(want, abs=1e-3)
     assert shares["attention"] == 0 == shares["torch selective"]
     assert shares["megatron full"] == 1 == shares["megatron selective"]
-
-
-def test_what_is_saved_is_judged_beside_the_model():
-    table = {
-        ("full", "error"): [0.0], ("attention", "error"): [0.0], ("none", "error"): [0.0],
-        ("full", "recomputing"): [3.0, 3.2, 3.4], ("attention", "recomputing"): [1.0, 1.0, 1.2],
-        ("none", "recomputing"): [0.0, 0.0, 0.0], ("attention's forward", "cpu"): [2.0, 2.0, 2.2],
-    }  # fmt: skip
-    figures = {(m, meter): list(samples) for m, meter, samples in LayersCase().derive(Table(table))}
-    assert figures["attention", "saved"] == pytest.approx([2.0, 2.2, 2.2])
-    assert figures["attention", "off the FLOP model"] == pytest.approx([0.1])
-    assert ("full", "off the FLOP model") not in figures and ("none", "saved") not in figures
-
-
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("seq=511", "seq must be a multiple of 2"),
-        ("hidden=33; heads=2", "heads must divide hidden"),
-        ("dtype=int8", "dtype must be one of"),
-        ("layout=spiral", "unknown layout"),
-    ],
-)
-def test_bad_input(case, words):
-    done = CliRunner().invoke(app, ["bench", "recompute", "--case", case])
-    assert done.exit_code == 2
-    assert words in done.output
-
-
-def _doubling(case, world):
-    return LayerMethod(layer=lambda layer, x: 2 * layer(x))
-
-
-def _wrong(rank, size):
-    case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
-    work = stage.StageWork(case, [Method("doubling", _doubling), LAYERS["full"]], 1)
-    return stage.measure(rank, size, work)
-
-
-def test_a_wrong_method_is_not_timed():
-    outcome = processes(1, _wrong)[0]
-    assert outcome.refused["doubling"].startswith("wrong: its error is")
-    assert ("doubling", "cpu") not in outcome.samples and outcome.samples["full", "cpu"][0] > 0
 
 
 def _clocked(rank, size):

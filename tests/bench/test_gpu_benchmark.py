@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from burst_bench.__main__ import main
 from burst_bench.check.__main__ import as_text, judged
 from burst_bench.check.__main__ import main as check
 from burst_bench.check.parts import PARTS, SMOKE, Check, claim
@@ -19,7 +18,6 @@ from burst_bench.results import Results, read
 from burst_bench.run import run
 from burst_bench.subjects import SUBJECTS
 from burst_bench.subjects.kernels import KernelCase
-from burst_bench.subjects.virtual_ring import VirtualCase
 from burst_mcore.attention.kernels.triton import interpreted
 
 pytest.importorskip("triton")
@@ -27,30 +25,6 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton compiles here:
 
 ROOT = Path(__file__).parents[2]
 SMALL = "tokens=64; heads=2; head_dim=16"
-
-
-def _measured(subject, tmp_path, *cases, methods=""):
-    out = tmp_path / f"{subject}.json"
-    words = [word for case in cases for word in ("--case", case)]
-    status = main(
-        [subject, *words, "--device", "cpu", "--repeats", "2", "--methods", methods, "--out", str(out)]
-    )
-    return status, read(out)
-
-
-def test_kernels_are_right_before_they_are_timed_beside_each_other(tmp_path):
-    masks = ("passes=forward", "passes=backward", "passes=both; mask=blocks:16,0.25")
-    cases = [f"{SMALL}; {words}" for words in masks]
-    _, results = _measured("kernels", tmp_path, *cases)
-    assert not results.errors
-    reasons = {entry["method"]: entry["reason"] for entry in results.refused}
-    assert set(reasons) == {name for kind, name in METHODS if kind == "kernels"} - {"aten-cpu", "triton"}
-    assert "not on cuda" in reasons["cudnn"]
-    for case in cases:
-        table = results.tables[case]
-        for name in ("aten-cpu", "triton"):
-            assert 0 < table[name, "error"][0] < 0.03 and min(table[name, "TFLOP/s"]) > 0
-        assert len(table["triton", "speed / best other"]) == 2
 
 
 def _off(case, world):
@@ -72,40 +46,6 @@ def test_a_kernel_that_fails_or_is_wrong_is_left_out(monkeypatch):
         reasons["off"].startswith("wrong: its error is") and reasons["broken"] == "OSError: no such library"
     )
     assert results.tables["small"]["aten-cpu", "TFLOP/s"]
-
-
-def test_the_passes_around_kernels_move_their_bytes(tmp_path):
-    status, results = _measured("rowwise", tmp_path, SMALL)
-    table = results.tables[SMALL]
-    assert status == 0
-    for name, size in (("D", 4 * 16 + 4), ("stand-in for O", 4 * 16 + 4), ("merge of 8", 18 * 16 + 36)):
-        rates = [size * 64 * 2 / seconds / 1e9 for seconds in table[name, "wall"]]
-        assert table[name, "GB/s"] == pytest.approx(rates)
-
-
-@pytest.mark.parametrize(("size", "direction"), [(1, "query"), (4, "kv")])
-def test_a_virtual_ring_is_measured_beside_its_kernel_and_the_rest(size, direction, tmp_path):
-    case = f"size={size}; direction={direction}; {SMALL}"
-    status, results = _measured("virtual-ring", tmp_path, case)
-    table = results.tables[case]
-    assert (status, results.errors) == (0, [])
-    for meter in ("forward kernel / this", "kernel / this", "around kernels / whole"):
-        assert len(table["burst", meter]) == 2 and min(table["burst", meter]) > 0
-    for name in ("burst", "kernel alone"):
-        assert min(table[name, "backward TFLOP/s"]) > 0
-
-
-def test_a_case_that_fails_costs_no_other():
-    subject = SUBJECTS["virtual-ring"]
-    groups = {"bad": 3, "good": 1}  # heads over so many K/V heads
-    cases = {
-        name: VirtualCase(tokens=64, size=2, heads=2, kv_heads=n, head_dim=16) for name, n in groups.items()
-    }
-    seen = []
-    results = run(subject, cases, [], 1, "cpu", lambda results: seen.append(len(results.tables)))
-    assert [error["case"] for error in results.errors] == ["bad"]
-    assert results.tables["good"]["burst", "kernel / this"]
-    assert seen[0] == 0 < seen[1]  # written after each
 
 
 def test_it_needs_torch_alone(tmp_path):
@@ -158,13 +98,3 @@ def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
     )
     assert as_text(*found) == "speed: not measured (no kernel)"
     assert found[1]["ok"] is False and found[1]["measured"] is None
-
-
-def test_every_check_names_a_subject_that_runs_on_a_gpu():
-    for part in (SMOKE, *PARTS):
-        for each in part:
-            subject = SUBJECTS[each.case.subject]
-            assert "cuda" in subject.devices and type(each.case) is subject is type(each.small)
-    names = {each.case.subject for part in PARTS for each in part}
-    on_one = {name for name, subject in SUBJECTS.items() if "cuda" in subject.devices and not subject.joined}
-    assert names == on_one

@@ -1,7 +1,6 @@
 """Rows of measurements: `bench attention --record FILE`, by torchrun too, then `plan --against FILE`."""
 
 import json
-from pathlib import Path
 
 import pytest
 from ranks import torchrun
@@ -9,14 +8,9 @@ from typer.testing import CliRunner
 
 from burst_bench.core import of_kind
 from burst_bench.published.methods import NOT_MODELLED, WAYS
-from burst_bench.published.rows import measured_rows
-from burst_bench.results import Results
-from burst_bench.subjects.attention import AttentionCase
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
-from burst_plan.machines import MACHINES
 
-ROOT = Path(__file__).parent.parent
 CASE = "ranks=2; seq=256; heads=4; head_dim=16"
 RATES = Rates(intra=1e9, inter=1e8, compute=5e10, latency=1e-4, hidden=False)
 
@@ -74,42 +68,3 @@ def test_every_word_of_a_method_is_one_that_predictions_know():
     assert len(rows) > 12
     assert {row["method"] for row in rows} <= WAYS.keys() | NOT_MODELLED.keys()
     assert {row["method"] for row in rows} >= set(WAYS) - {"loongtrain"}
-
-
-def test_what_no_row_can_say_gives_none():
-    results = Results("attention", "", "cpu", 1)
-    for mask, layout in (("causal & window:8", "zigzag"), ("causal", "block-striped:4")):
-        results.add("a", [("ring", "wall", [1.0])])
-        assert [
-            *measured_rows(results.tables, {"a": AttentionCase(seq=64, mask=mask, layout=layout)}, "cpu")
-        ] == []
-    assert len([*measured_rows(results.tables, {"a": AttentionCase(seq=64)}, "cpu")]) == 1
-
-
-def test_a_run_that_could_not_be_recorded_is_refused_before_it_is_measured(tmp_path):
-    paper = tmp_path / "paper.json"
-    paper.write_text("{}")
-    done = _run("bench", "attention", "--record", paper)
-    assert done.exit_code == 2 and "holds no list of rows" in done.stderr
-    done = _run("bench", "masks", "--record", tmp_path / "rows.json")
-    assert done.exit_code == 2 and "--record writes rows of the subject attention" in done.stderr
-
-
-def test_rates_are_those_of_all_rows_and_do_not_go_with_fits(tmp_path):
-    rates, rows = tmp_path / "rates.json", tmp_path / "rows.json"
-    MACHINES["H100"].rates.save(rates)
-    row = {
-        **{"hardware": "H100", "gpus": 8, "gpus_per_node": 8, "heads": 64, "kv_heads": 8, "head_dim": 128},
-        **{"batch": 1, "seq": 65536, "mask": "causal", "passes": "fwd", "method": "ring", "tflops": 400.0},
-        "variant": "zigzag",  # a ring that is the same on all GPUs
-    }
-    rows.write_text(json.dumps([row, {**row, "hardware": "RTX 9090"}]))
-    known, other = _rows(rows, "--rates", rates)
-    assert known["predicted"] == other["predicted"]
-    refused = _run("plan", "--against", rows)
-    assert refused.exit_code == 2 and "unknown machine 'RTX 9090'" in refused.output
-    refused = _run("plan", "--against", rows, "--calibrate", rows, "--rates", rates)
-    assert refused.exit_code == 2 and len(refused.output.splitlines()) == 1
-    rows.write_text(json.dumps([row]))
-    refused = _run("plan", "--against", rows, "--calibrate", rows, "--rates", rates)
-    assert refused.exit_code == 2 and "give one of them" in refused.output

@@ -1,12 +1,11 @@
 """Work of the host in each step of a ring, beside kernels, passes over memory and messages."""
 
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from counting import count_calls
 
 import burst_mcore
 from burst_bench.methods.virtual_rank import Copies, VirtualRank
@@ -18,7 +17,6 @@ from burst_mcore.attention.call import Keys
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels import kernel as kernel_module
 from burst_mcore.attention.numerics import merge
-from burst_plan.machines import CONSTANTS
 
 PACKAGE = str(Path(burst_mcore.__file__).parent)
 SIZE = 8
@@ -56,63 +54,10 @@ def passes(monkeypatch):
     return runs
 
 
-def _calls(run, folder=PACKAGE):
-    """How many functions of this package, or of a folder of it, a run calls."""
-    files = []
-
-    def note(frame, event, arg):
-        if event == "call":
-            files.append(frame.f_code.co_filename)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return sum(file.startswith(folder) for file in files)
-
-
 @pytest.mark.parametrize(("name", "most"), [("forward", 36), ("query", 128), ("kv", 140)])
 def test_a_step_calls_few_functions(passes, name, most):
     """Before programs were bound: 77, 222 and 230."""
-    assert most / 2 < _calls(passes[name]) / SIZE <= most
-
-
-@pytest.mark.slow  # a time, which other work of the machine adds to
-@pytest.mark.parametrize("name", ["forward", "query", "kv"])
-def test_the_host_takes_little_time_for_a_step(passes, name):
-    """Of this thread, and the least of many: what else the machine does takes no part."""
-    times = []
-    for _ in range(50):
-        began = time.thread_time()
-        passes[name]()
-        times.append(time.thread_time() - began)
-    assert min(times) / SIZE < CONSTANTS.call
-
-
-@pytest.mark.slow  # a time: test_a_call_of_one_token_runs_few_functions counts
-@pytest.mark.parametrize(("backward", "most"), [(False, 12), (True, 7)])
-def test_a_call_of_one_token_costs_the_host_a_multiple_of_sdpa(backward, most):
-    """As ratios in one process; through torch's dispatcher, which a plain call goes past: 36 and 20."""
-    heads_first = [torch.randn(1, 4, 1, 64) for _ in range(3)]
-    heads_last = [x.transpose(1, 2).contiguous() for x in heads_first]
-    for x in (*heads_first, *heads_last):
-        x.requires_grad_()
-    calls = (
-        partial(burst_attention, *heads_last, topology=Topology.single(), mask=Mask.causal()),
-        partial(torch.nn.functional.scaled_dot_product_attention, *heads_first, is_causal=True),
-    )
-    times = [[], []]
-    for _ in range(200):
-        for call, seconds in zip(calls, times, strict=True):
-            began = time.thread_time()
-            out = call()
-            if backward:
-                out.backward(torch.ones_like(out))
-            seconds.append(time.thread_time() - began)
-    ours, theirs = (sorted(each)[20] for each in times)
-    assert 1 < ours / theirs < most
+    assert most / 2 < count_calls(passes[name], PACKAGE) / SIZE <= most
 
 
 @pytest.mark.parametrize(("backward", "most"), [(False, 104), (True, 260)])
@@ -128,7 +73,7 @@ def test_a_call_of_one_token_runs_few_functions(backward, most):
 
     step()
     step()
-    assert most / 2 < _calls(step, f"{PACKAGE}/attention/") <= most
+    assert most / 2 < count_calls(step, f"{PACKAGE}/attention/") <= most
 
 
 def test_a_program_is_bound_once(passes, monkeypatch):

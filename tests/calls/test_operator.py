@@ -11,8 +11,6 @@ import torch.distributed as dist
 from cells import crossed
 from dense import dense, error, problem
 from ranks import processes
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -117,73 +115,15 @@ def test_opcheck_is_clean(sunk, options):
     assert all(processes(1, _checked, options, sunk))
 
 
-class Layer(torch.nn.Module):
-    """As a model has it: projections around the ring."""
-
-    def __init__(self, topology, config=None):
-        super().__init__()
-        self.topology, self.mask = topology, Mask.causal() & Mask.window(20, 0)
-        self.config = config or BurstConfig()
-        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).unbind(2)
-        attended = burst_attention(q, k, v, topology=self.topology, mask=self.mask, config=self.config)
-        return x + self.out(attended.flatten(2))
-
-
-def _compiled(rank, size, config):
-    torch.manual_seed(0)
-    topology = Topology.from_group(torch.distributed.group.WORLD) if size > 1 else Topology.single()
-    layer, x = Layer(topology, config), torch.randn(2, 32 * size, 32)
-    x = shard(x, 1, rank=rank, size=size, layout="zigzag")
-    got = []
-    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        layer.zero_grad()
-        mine = x.clone().requires_grad_()
-        out = run(mine)
-        out.square().sum().backward()
-        got.append([out, mine.grad, *(p.grad.clone() for p in layer.parameters())])
-    for eager, same in zip(*got, strict=True):
-        torch.testing.assert_close(same, eager)
-    return True
-
-
-@pytest.mark.parametrize(
-    ("size", "way"),
-    [(1, {}), (2, {}), (2, {"head_parallel": 2})],
-    ids=str,
-)
-def test_a_layer_compiles_into_one_graph(size, way):
-    assert all(processes(size, _compiled, BurstConfig(**way)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"return_lse": True, "return_max_logit": True}, {"softmax_scale": 0.5, "sinks": True}],
-    ids=lambda x: ",".join(x) or "none",
-)
-def test_a_call_without_a_config_compiles_into_one_graph(options):
-    topology, mask = Topology.single(), Mask.causal()
-    p = problem(0, 16, dtype=torch.float32)
-    options = options | ({"sinks": torch.ones(p.q.shape[2])} if "sinks" in options else {})
-
-    def attend(q, k, v):
-        return burst_attention(q, k, v, topology=topology, mask=mask, **options)
-
-    got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(*p[:3]), attend(*p[:3])
-    for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
-        assert torch.equal(x, y)
-
-
-def _compiled_with_largest_logits(rank, size, way):
+def _compiled(rank, size, way, tokens):
+    """Whether a compiled call, with its largest logits, gives what an eager one does."""
     topology = Topology.from_group(dist.group.WORLD) if size > 1 else Topology.single()
     options, got = {"topology": topology, "mask": Mask.causal(), "config": BurstConfig(**way)}, []
 
     def attend(q, k, v):
         return burst_attention(q, k, v, **options, return_max_logit=True)
 
-    p = problem(0, 16 * size, dtype=torch.float32)
+    p = problem(0, tokens, dtype=torch.float32)
     for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
         mine = [shard(x, 1, rank=rank, size=size, layout="zigzag").requires_grad_() for x in p]
         out, largest = run(*mine[:3])
@@ -193,9 +133,31 @@ def _compiled_with_largest_logits(rank, size, way):
     return all(map(torch.equal, *got))
 
 
-@pytest.mark.parametrize(("size", "way"), [(1, {}), (2, {}), (2, {"head_parallel": 2})], ids=str)
-def test_attention_and_its_largest_logits_compile_into_one_graph(size, way):
-    assert all(processes(size, _compiled_with_largest_logits, way))
+@pytest.mark.parametrize(
+    ("size", "way", "tokens"),
+    [(1, {}, 16), (2, {}, 32), (2, {"head_parallel": 2}, 32), (2, {"head_parallel": 2}, 37)],
+    ids=str,
+)
+def test_a_call_compiles_into_one_graph(size, way, tokens):
+    """Also where ranks of an uneven sequence share heads: a graph knows shapes of this rank alone."""
+    assert all(processes(size, _compiled, way, tokens))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"return_lse": True, "return_max_logit": True}, {"softmax_scale": 0.5, "sinks": torch.ones(4)}],
+    ids=lambda x: ",".join(x) or "none",
+)
+def test_a_call_without_a_config_compiles_into_one_graph(options):
+    topology, mask = Topology.single(), Mask.causal()
+    p = problem(0, 16, dtype=torch.float32)
+
+    def attend(q, k, v):
+        return burst_attention(q, k, v, topology=topology, mask=mask, **options)
+
+    got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(*p[:3]), attend(*p[:3])
+    for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.usefixtures("few_objects")
@@ -213,26 +175,6 @@ def test_compiled_calls_take_other_numbers_and_outlive_what_is_cached():
         gc.collect()
 
 
-def _compiled_with_heads_shared(rank, size):
-    """Ranks of an uneven sequence share heads: a graph knows shapes of this rank alone."""
-    topology, p = Topology.from_group(dist.group.WORLD), problem(0, 37, dtype=torch.float32)
-    options, got = {"topology": topology, "mask": Mask.causal(), "config": BurstConfig(head_parallel=2)}, []
-
-    def attend(q, k, v):
-        return burst_attention(q, k, v, **options)
-
-    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
-        mine = [shard(x, 1, rank=rank, size=size, layout="zigzag").requires_grad_() for x in p]
-        out = run(*mine[:3])
-        out.backward(mine[3])
-        got.append([out, *(x.grad for x in mine[:3])])
-    return all(map(torch.equal, *got))
-
-
-def test_compiled_calls_share_heads_of_uneven_shards():
-    assert all(processes(2, _compiled_with_heads_shared))
-
-
 def test_no_result_of_the_operators_is_on_another_device_than_q():
     """A tensor of the CPU among a graph's inputs or outputs turns CUDA graphs off."""
     keyed = Keyed(OPTIONS)
@@ -244,31 +186,6 @@ def test_no_result_of_the_operators_is_on_another_device_than_q():
         gradients = attention_backward(*inputs, out, lse, ticket, keyed.key)
     tensors = [out, lse, max_logit, ticket, *gradients]
     assert len(tensors) == 9 and {x.device.type for x in tensors} == {"cuda"}
-
-
-def _devices_of_graphs(rank, size):
-    """The devices of all tensors in the graphs that Dynamo and AOTAutograd make of a layer on "meta"."""
-    devices = {}
-
-    def note(when):
-        def compiler(graph, inputs):
-            values = [x for node in graph.graph.nodes for x in tree_leaves(node.meta.get("val"))]
-            devices[when] = {x.device.type for x in values if isinstance(x, torch.Tensor)}
-            names = {str(node.target) for node in graph.graph.nodes}
-            assert f"burst_mcore.attention_{when}.default" in names
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
-    backend = aot_autograd(fw_compiler=note("forward"), bw_compiler=note("backward"))
-    layer = Layer(Topology.single()).to("meta")
-    x = torch.empty(2, 32, 32, device="meta", requires_grad=True)
-    torch.compile(layer, fullgraph=True, backend=backend)(x).sum().backward()
-    return devices
-
-
-def test_a_compiled_layer_hands_its_backward_nothing_of_another_device():
-    assert processes(1, _devices_of_graphs) == [{"forward": {"meta"}, "backward": {"meta"}}]
 
 
 def _moved(rank, size, config):

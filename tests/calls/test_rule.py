@@ -79,25 +79,6 @@ def test_the_plainest_calls_run_rings(nodes, intra, mask):
         assert not route.mirrored or mask == Mask.causal()
 
 
-def _asked(layout, mask):
-    return Question(_shard(8, 8), layout, mask, 2**17, Ranks(8, 8), A800)
-
-
-def test_one_decision_serves_all_documents_of_a_kind():
-    kinds = set()
-    for seed in range(20):
-        mask = packed(2**17, seed)
-        for layout in (Layout("zigzag"), Layout.for_mask(mask, 2**17, 8)):
-            of_kind = _asked(layout, mask).typical
-            kinds.add((of_kind.layout.kind, of_kind.mask))
-    assert len({mask for _, mask in kinds}) == 1
-    ends = tuple(range(0, 2**17 + 1, 2**12))
-    sharded = Layout("zigzag-documents", ends=ends)
-    mask = Mask.causal() & Mask.documents(ends)
-    for seen in (mask, Mask.causal()):
-        assert _asked(sharded, seen).typical == _asked(sharded, seen)
-
-
 @pytest.mark.parametrize(
     "mask", [Mask.causal(), Mask.full(), Mask.window(4095, 0), packed(2**18, 0)], ids=str
 )

@@ -3,14 +3,13 @@
 import math
 
 import deepspeed
-import pytest
 import torch
 import transformers
-from engines import VOCABULARY, config_of, dataset, model_of, plain_loss, quiet, start
+from engines import VOCABULARY, config_of, dataset, model_of, quiet
 from peft import LoraConfig, get_peft_model
-from ranks import processes
-from test_trainer import arguments_of, forget
-from transformers.integrations.neftune import activate_neftune
+from ranks import on_ranks, processes
+from test_trainer import arguments_of
+from trainers import forget
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.transformers.data.batches import collated
@@ -18,11 +17,11 @@ from burst_mcore.transformers.data.batches import collated
 DROPPED = 0.5
 
 
-def _gpt2(dropped=DROPPED):
+def _gpt2():
     """Drops entries of embeddings and of both branches of each layer."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.0,
-        embd_pdrop=dropped, resid_pdrop=dropped,
+        embd_pdrop=DROPPED, resid_pdrop=DROPPED,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager").train()
@@ -35,8 +34,8 @@ def _seen(module):
     return outputs
 
 
-def _engine(size, model, *, fused_loss=True, policy="none"):
-    config = config_of(2, size, fused_loss=fused_loss, checkpointing={"policy": policy})
+def _engine(size, model, policy):
+    config = config_of(2, size, checkpointing={"policy": policy})
     config["optimizer"]["params"]["lr"] = 0.0
     quiet()
     return burst.initialize(model=model, config=config)[0]
@@ -58,7 +57,7 @@ def _dropout(rank, size):
     found = {}
     for policy in ("none", "full"):
         model = _gpt2()
-        engine = _engine(size, model, policy=policy)
+        engine = _engine(size, model, policy)
         (batch,) = burst.shard_loader(dataset(1), engine)
         outputs = _seen(model.transformer.drop)
         found[policy] = [_step(engine, batch, 7), _step(engine, batch), _step(engine, batch, 7)]
@@ -68,20 +67,12 @@ def _dropout(rank, size):
         engine(**batch)
         found["after evaluation", policy] = torch.get_rng_state()
         engine.destroy()
-    engine = _engine(size, _gpt2(0.0))
-    (batch,) = burst.shard_loader(dataset(1), engine)
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    engine.backward(engine(**batch).loss)
-    found["nothing was drawn"] = torch.equal(torch.get_rng_state(), before)
-    engine.destroy()
     return found
 
 
 def test_ranks_drop_entries_of_their_own_and_recomputation_the_same_again():
     one, other = processes(2, _dropout)
     for found in (one, other):
-        assert found["nothing was drawn"]
         (first, later, again, masks), recomputed = found["none"], found["full"]
         assert first[0] == again[0] == recomputed[0][0] and later[0] == recomputed[1][0] != first[0]
         for name, gradient in first[1].items():
@@ -96,23 +87,6 @@ def test_ranks_drop_entries_of_their_own_and_recomputation_the_same_again():
     mine, others = one["none"][3][0], other["none"][3][0]
     assert 0.4 < mine.double().mean() < 0.6
     assert 0.4 < (mine == others).double().mean() < 0.6
-
-
-def _one_rank(rank, size):
-    engine = _engine(size, _gpt2(), fused_loss=False)
-    sample = dataset(1)[0]
-    (batch,) = burst.shard_loader([sample], engine)
-    torch.manual_seed(7)
-    found = engine(**batch).loss.item(), torch.get_rng_state()
-    engine.destroy()
-    model = _gpt2()
-    torch.manual_seed(7)
-    return found, (plain_loss(model, sample).item(), torch.get_rng_state())
-
-
-def test_one_rank_draws_what_the_model_would():
-    ((loss, state), (want, own)) = processes(1, _one_rank)[0]
-    assert loss == pytest.approx(want, rel=1e-6) and torch.equal(state, own)
 
 
 ALPHA, TOKENS = 5.0, 40
@@ -130,27 +104,15 @@ def _noises(model):
     return noises
 
 
-def _by_hook(rank, size, _):
-    """Noise of a forward in training and of one in evaluation, and alpha behind them."""
-    engine, loader = start(config_of(2, size), dataset(1, TOKENS))
-    activate_neftune(engine.module, ALPHA)
-    noises = _noises(engine.module)
-    (batch,) = loader
-    engine.backward(engine(**batch).loss)
-    engine.eval()
-    engine(**batch)
-    engine.destroy()
-    return noises, engine.module.get_input_embeddings().neftune_noise_alpha
-
-
-def _by_trainer(rank, size, folder):
-    """The same of a Trainer with adapters, which takes the hook away again."""
+@on_ranks(2)
+def test_neftune_is_as_strong_as_over_the_whole_sequence(rank, size, tmp_path):
+    """Noise of a step of a Trainer with adapters, and of an evaluation behind it."""
     quiet()
     burst.replace_ulysses()
     model = get_peft_model(model_of(), LoraConfig(r=2, target_modules=["q_proj"]))
     noises = _noises(model)
     trainer = transformers.Trainer(
-        model, arguments_of(f"{folder}/{rank}", size, max_steps=1, neftune_noise_alpha=ALPHA),
+        model, arguments_of(str(tmp_path / str(rank)), size, max_steps=1, neftune_noise_alpha=ALPHA),
         train_dataset=dataset(2, TOKENS), data_collator=collated,
     )  # fmt: skip
     trainer.train()
@@ -159,15 +121,9 @@ def _by_trainer(rank, size, folder):
         trainer.evaluate(dataset(1, TOKENS))
     trainer.model_wrapped.destroy()
     forget()
-    return [noises[0], noises[-1]], ALPHA
-
-
-@pytest.mark.parametrize("road", [_by_hook, _by_trainer])
-def test_neftune_is_as_strong_as_over_the_whole_sequence(road, tmp_path):
-    strength = ALPHA / math.sqrt(TOKENS * 24)
-    one, other = processes(2, road, str(tmp_path))
-    for (noise, silent), alpha in (one, other):
-        assert noise.shape == (1, TOKENS // 2, 24)
-        assert 0.97 * strength < noise.abs().max() < 1.001 * strength  # of a uniform distribution up to it
-        assert alpha == ALPHA and not silent.any()
-    assert (one[0][0] - other[0][0]).abs().max() > 0.5 * strength
+    strength, noise = ALPHA / math.sqrt(TOKENS * 24), noises[0]
+    assert noise.shape == (1, TOKENS // 2, 24) and not noises[-1].any()
+    assert 0.97 * strength < noise.abs().max() < 1.001 * strength  # of a uniform distribution up to it
+    of_both = [torch.empty_like(noise) for _ in range(size)]
+    torch.distributed.all_gather(of_both, noise.contiguous())
+    assert (of_both[0] - of_both[1]).abs().max() > 0.5 * strength

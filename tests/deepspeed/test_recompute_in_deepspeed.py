@@ -1,6 +1,7 @@
 """Recompute policies of the section: the same gradients, and no more attention than a policy leaves."""
 
 import gc
+import json
 import os
 import weakref
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from engines import config_of, dataset, model_of, plain, quiet, start, worst
 from kernel_calls import rows_of_kernel_calls
-from ranks import poison, processes
+from ranks import on_ranks, poison, processes
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.config.section import Checkpointing
@@ -40,8 +41,9 @@ def _packed():
 
 
 def _policies(rank, size, stage, policies):
-    """By policy and batch: errors of loss and gradients beside no recompute, rows attended and again."""
-    rows, found, without = rows_of_kernel_calls(), {}, {}
+    """Hold losses and gradients of each policy to those without, and the rows that it attends again."""
+    kept = 2 * LAYERS * TOKENS // 4  # the last half of the queries of a rank attends in both hops of two
+    rows, without = rows_of_kernel_calls(), {}
     model = model_of()
     section = {"layout": "striped", "kernel": "aten-cpu", "head_parallel": 1, "backward": "query"}
     for name, checkpointing in policies.items():
@@ -54,9 +56,11 @@ def _policies(rank, size, stage, policies):
             for _ in range(2 if name == "auto" else 1):  # it learns in the first step
                 loss, gradients, forward, again = _step(engine, part, rows)
             want_loss, want = without.setdefault(batch, (loss, gradients))
-            found[name, batch] = abs(loss / want_loss - 1), worst(gradients, want), forward, again
+            assert loss == pytest.approx(want_loss, rel=1e-5), (name, batch)
+            assert worst(gradients, want) < 1e-5, (name, batch)
+            attends_again = {"full": forward, "segment": forward - kept}.get(checkpointing["policy"], 0)
+            assert forward > kept and again == attends_again, (name, batch, forward)
         engine.destroy()
-    return found
 
 
 HALF = LAYERS * TOKENS * 4 * (8 * 4 + 4) / 2 / 2 / 1e9
@@ -77,14 +81,7 @@ ZERO_3 = {
 
 @pytest.mark.parametrize(("stage", "policies"), [(2, ZERO_2), (3, ZERO_3)], ids=["ZeRO-2", "ZeRO-3"])
 def test_gradients_and_rows(stage, policies):
-    kept = 2 * LAYERS * TOKENS // 4  # the last half of the queries of a rank attends in both hops of two
-    for found in processes(2, _policies, stage, policies):
-        for (name, batch), (loss, gradients, forward, again) in found.items():
-            assert max(loss, gradients) < 1e-5, (name, batch)
-            assert forward > kept, (name, batch)
-            kind = policies[name]["policy"]
-            want = {"none": 0, "attention": 0, "full": forward, "segment": forward - kept}[kind]
-            assert again == want, (name, batch, forward)
+    processes(2, _policies, stage, policies)
 
 
 def test_policies_replace_each_other_and_leave_what_the_user_had():
@@ -93,23 +90,18 @@ def test_policies_replace_each_other_and_leave_what_the_user_had():
         return layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)
 
     model = model_of()
-    attach_checkpointing(model, None)
-    assert checkpointed(model) == (False, None)
-    attach_checkpointing(model, Checkpointing(policy="full").recomputed())
-    assert checkpointed(model)[0]
-    attach_checkpointing(model, None)
-    assert not checkpointed(model)[0]
+    for policy in (None, Checkpointing(policy="full").recomputed(), None):
+        attach_checkpointing(model, policy)
+        assert checkpointed(model)[0] == (policy is not None)
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": True})
     users = checkpointed(model)
-    assert users[0]
     for policy in ("attention", "segment"):
         attach_checkpointing(model, Checkpointing(policy=policy).recomputed())
         on, function = checkpointed(model)
         assert on and function is not users[1] and not function.keywords["use_reentrant"]
-    for _ in range(2):
-        attach_checkpointing(model, None)
-        assert checkpointed(model) == users
+    attach_checkpointing(model, None)
+    assert checkpointed(model) == users and users[0]
     attach_checkpointing(model, Checkpointing(policy="segment").recomputed())
     gone = weakref.ref(model)
     del model, enable
@@ -117,12 +109,15 @@ def test_policies_replace_each_other_and_leave_what_the_user_had():
     assert gone() is None  # nothing of ours keeps a model alive
 
 
-def _documented(rank, size, path):
+@on_ranks(4)
+def test_the_section_of_the_docs_word_for_word(rank, size):
+    page = (Path(__file__).parents[2] / "docs" / "frameworks" / "deepspeed.md").read_text()
+    config = json.loads(page.split("```json\n")[1].split("```")[0])
     poison(False)  # buffers of DeepSpeed's default sizes are never touched
     quiet()
     os.environ["PATH"] = "/nowhere"  # no compiler is found, and none is needed
     data = dataset(1)
-    engine, _, loader, _ = burst.initialize(model=model_of(), config=path, training_data=data)
+    engine, _, loader, _ = burst.initialize(model=model_of(), config=config, training_data=data)
     (batch,) = loader
     loss = engine(**batch).loss
     engine.backward(loss)
@@ -134,11 +129,4 @@ def _documented(rank, size, path):
     assert (after - before).abs().max() == pytest.approx(1e-3, rel=0.01)  # AdamW's first step
     assert os.listdir(os.environ["TORCH_EXTENSIONS_DIR"]) == []
     (want,), truth, *_ = plain(data)
-    return abs(loss.item() / want - 1), worst(gradients, truth)
-
-
-def test_the_section_of_the_docs_word_for_word(tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "frameworks" / "deepspeed.md"
-    (tmp_path / "ds.json").write_text(page.read_text().split("```json\n")[1].split("```")[0])
-    for errors in processes(4, _documented, str(tmp_path / "ds.json")):
-        assert max(errors) < 1e-5
+    assert loss.item() == pytest.approx(want, rel=1e-5) and worst(gradients, truth) < 1e-5

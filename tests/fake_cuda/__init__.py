@@ -4,7 +4,8 @@ ranks      ranks as threads, each with a device; what is put in the place of tor
 tensors    tensors that say `cuda`: each operator is a launch, with the bytes that it reads and writes
 streams    torch.cuda: streams, events, current streams and devices of each thread
 memory     the caching allocator's rule, pinned memory, races
-groups     torch.distributed: NCCL's and gloo's groups, deadlocks
+groups     groups of NCCL and of gloo between ranks, deadlocks
+collectives  the functions of torch.distributed
 kernels    stand-ins for the kernels of all adapters
 clocks     vector clocks, and the findings
 cases      what the package is made to do, held to the results of one process

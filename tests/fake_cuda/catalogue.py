@@ -14,7 +14,7 @@ from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.numerics import merge
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
 
-from . import adapters, cases, failures
+from . import cases, failures
 
 DOUBLE = {"intra": 2, "ring": "double"}
 CASES = {
@@ -45,9 +45,6 @@ CASES = {
     "loss, tp": (cases.loss, 2, {"tp": True, "waits": 6}),
     "loss, sequence parallel": (cases.loss, 2, {"tp": True, "sequence_parallel": True, "waits": 6}),
     "loss, cp": (cases.loss, 2, {"cp": True, "waits": 3}),
-    "megatron": (adapters.adapter, 2, {"framework": "megatron", "recompute": True}),
-    "deepspeed": (adapters.adapter, 2, {"framework": "deepspeed"}),
-    "transformers": (adapters.adapter, 2, {"framework": "transformers", "recompute": True}),
     **{name: (failures.failure, 3, options) for name, options in failures.FAILURES.items()},
     "loss of tokens": (cases.loss, 2, {"tp": True, "reduction": "none", "waits": 9}),
 }

@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_packages import (
-    _backward,
-    _fill,
-    _flash2,
-    _flash3,
-    _flash4,
-    _of_out,
-    _packed_backward,
-    _packed_forward,
-    _pattern,
-    _te,
-)
-from test_packages import _forward as _attend
+from released import NEWEST
+from released import backward as _backward
+from released import fill as _fill
+from released import forward as _attend
+from released import of_out as _of_out
+from released import packed_backward as _packed_backward
+from released import packed_forward as _packed_forward
+from released import pattern_of as _pattern
 from torch import Tensor
 
 from burst_mcore import packages
@@ -264,25 +259,16 @@ def _row_gradients(x: Any, z: Tensor, lse: Tensor) -> None:
     x.out.values.copy_(g)
 
 
-PACKAGES = {
-    "flash-attn": ("2.8.3", _flash2),
-    "flash_attn_3": ("3.0.0", _flash3),
-    "flash-attn-4": ("4.0.0b36", _flash4),
-    "transformer_engine": ("2.15", _te),
-}
-"""Distributions, their versions, and who makes their modules."""
-
-
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put all kernels in place of those that need a device."""
     for name, function in OPERATORS.items():
         patch.setitem(STAND_INS, name, function)
-    for version, make in PACKAGES.values():
-        for path, members in make(version).items():
+    for _, make in NEWEST.values():
+        for path, members in make().items():
             if "TE_DType" in members:
                 members = {"TE_DType": {torch.bfloat16: "the type", torch.float16: "the type"}}
             _module(patch, path, members)
-    versions = {name: version for name, (version, _) in PACKAGES.items()}
+    versions = {name: version for name, (version, _) in NEWEST.items()}
     real = packages.importlib.metadata.version
     patch.setattr(packages.importlib.metadata, "version", lambda name: versions.get(name) or real(name))
     packages.loaded.cache_clear()

@@ -21,7 +21,8 @@ from burst_mcore.attention.runtime.topology import Topology
 
 from . import kernels
 from .clocks import CHECKER
-from .groups import DISTRIBUTED, NETWORK, WORLD, Network
+from .collectives import DISTRIBUTED, WORLD
+from .groups import NETWORK, Network
 from .memory import FREED, pin
 from .streams import CUDA, THREAD
 from .tensors import Cuda, CudaTensor
@@ -43,7 +44,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     run = _in_device_thread(graph._engine_run_backward)
     patch.setattr(graph, "_engine_run_backward", run)
     patch.setattr(torch.autograd, "_engine_run_backward", run)
-    patch.setattr(Topology, "from_group", lambda group, **options: ring(group.me, group.size(), **options))
     patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     kernels.install(patch)
 

@@ -32,7 +32,6 @@ GROUPS = {
     "attention": "one call of attention",
     "recompute": "checkpointed layers",
     "loss": "the LM head and its loss",
-    "adapter": "attention of Megatron, DeepSpeed, transformers",
     "failure": "a rank that fails, refuses or does not come",
 }
 """By function of a case: what it runs."""

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import brute, random_layout, random_mask, randoms
@@ -116,15 +115,3 @@ def test_a_window_moves_halos_whatever_the_length(layout):
         plan = plan_for(Layout(layout), Mask.window(window, 0), n, size)
         moved.append(_rows_sent(plan, Route(1, size, direct=True)))
     assert set(moved) == {(size - 1 if layout == "contiguous" else 2 * size - 2) * window}
-
-
-@pytest.mark.parametrize(
-    "layout", ["zigzag", "contiguous", "striped", "stacked-zigzag:2", "block-striped:64"]
-)
-@pytest.mark.parametrize("n", [1, 63, 64, 1000, 4096])
-def test_the_table_of_runs_is_that_of_each_rank(layout, n):
-    layout, size = Layout.of(layout), 8
-    table = layout.run_table(n, size).tolist()
-    runs = [(rank, run) for rank in range(size) for run in layout.runs(n, rank, size)]
-    assert [(rank, list(range(*run))) for rank, *run in table] == [(rank, list(run)) for rank, run in runs]
-    assert torch.equal(layout.run_table(n, 1), torch.tensor([[0, 0, n, 1]]))

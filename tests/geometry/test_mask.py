@@ -1,7 +1,6 @@
 """Masks are values with a definition, `allows`; bands, work and layouts follow it."""
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.layout import positions
 from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
+from burst_mcore.mask import SLICES
 from burst_mcore.rollouts import tree_mask
 from burst_plan.machines import MACHINES
 from burst_plan.simulate.cost import allowed_pairs
@@ -34,6 +34,18 @@ def from_bands(mask, n):
 def test_bands_hold_every_allowed_pair_once(draw, n):
     mask = random_mask(draw, n)
     assert torch.equal(from_bands(mask, n), brute(mask, n).int())
+
+
+def test_many_bands_in_any_order_meet_as_few_do():
+    """More than 2^14 pairs of bands, which are found through an order of one of the lists."""
+    draw, n = random.Random(0), 360
+    slices = [(at, at + draw.randint(1, 3)) for at in range(0, n - 3, 2)]
+    keys = [sorted(draw.sample(range(n + 1), 2)) for _ in slices]
+    draw.shuffle(slices)
+    mask = Mask.ranges(slices, keys, [draw.choice(SLICES) for _ in slices])
+    ends = [0, *sorted(draw.sample(range(1, n), 99)), n]
+    for both in (mask & Mask.documents(ends), mask | Mask.documents(ends)):
+        assert torch.equal(from_bands(both, n), brute(both, n).int())
 
 
 @settings(max_examples=100, deadline=None)
@@ -167,22 +179,6 @@ def test_a_tensor_of_documents_is_read_again_when_it_changes():
     assert Mask.documents(cu) == Mask.documents([0, 5, 8])
 
 
-def test_many_terms_meet_in_time():
-    n, start = 2**20, time.process_time()
-    cuts = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[:9999] + 1
-    ends = torch.cat([torch.tensor([0, n]), cuts]).sort().values
-    other = (ends + 7).clamp(max=n)
-    other[0] = 0
-    assert len((Mask.documents(ends) & Mask.documents(other)).bands(n)) > 10_000
-    blocks = Mask.blocks(torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) > 0.5, n // 256)
-    assert len((blocks & Mask.documents(ends)).bands(n)) > 1000
-    seen = Mask.ranges(
-        [(0, n), *zip(range(0, n, 1024), range(1024, n + 1, 1024), strict=True)], [(0, 64)] * 1025
-    )
-    assert len(seen.bands(n)) <= 2 * 1025
-    assert time.process_time() - start < 5
-
-
 @pytest.mark.parametrize("count", [8, 1024])
 def test_pieces_grow_with_the_edges_of_the_parts(count):
     n, half = 64 * count, count // 2
@@ -218,7 +214,6 @@ def test_pieces_grow_with_the_edges_of_the_parts(count):
         (lambda: Mask.dilated(0, 2), "window of a dilated mask.*0"),
         (lambda: Mask.dilated(4, 0), "dilation"),
         (lambda: Mask.documents([1, 4]), "begins with 0.*1, 4"),
-        (lambda: Mask.documents([0]), "begins with 0"),
         (lambda: Mask.documents([0, 5, 3, 8]), "must not descend, got 5, 3 at places 1, 2"),
         (lambda: Mask.documents([0, 2.5, 8]), "integers"),
         (lambda: Mask.documents([0, 4, 8]).check(10), "end at 8.*10 tokens"),
@@ -230,31 +225,23 @@ def test_pieces_grow_with_the_edges_of_the_parts(count):
         (lambda: Mask.ranges([(3, 1)], [(0, 4)]), r"start <= stop, got \(3, 1\)"),
         (lambda: Mask.ranges([(0, 4)], [(0, 4)], "diagonal"), "diagonal.*'bi-causal'"),
         (lambda: Mask.ranges([(0, 100)], [(0, 8)], "inverse-causal").check(8), r"slice 0.*\[0, 100\)"),
-        (lambda: Mask.ranges([(0, 0), (0, 9)], [(0, 0), (0, 9)]).check(8), r"slice 1.*\[0, 9\)"),
-        (lambda: Mask.ranges([(0, 4)], [(0, 40)]).check(16), r"slice 0.*\[0, 40\).*beyond.*16"),
         (lambda: (Mask.documents([0, 8]) & Mask.documents([0, 9])).check(8), "end at 9.*8 tokens"),
         (lambda: Mask.ranges([(0, 4)], [(0, 4)], None), "kinds must be names.*None"),
         (lambda: Mask(None), "None.* is no mask"),
         (lambda: Mask.dilated(4, 2) | Mask.causal(), "dilated mask cannot be part of a union.*every 2"),
         (lambda: Mask.chunked(0), "size of chunks.*0"),
         (lambda: Mask.images([(0, 4), (3, 6)]), r"must not overlap, got \[0, 4\] and \[3, 6\]"),
-        (lambda: Mask.images([(4, 2)]), r"start <= stop, got \(4, 2\)"),
         (lambda: Mask.images([(2, 9)]).check(8), r"^image block \[2, 9\) goes beyond .* 8 tokens"),
         (lambda: Mask.prefix(9).check(8), r"^prefix \[0, 9\) goes beyond .* 8 tokens"),
         (
             lambda: (Mask.documents([0, 4, 8]) & (Mask.causal() | Mask.images([(2, 6)]))).check(8),
             r"^image block \[2, 6\) goes over the end of a document, at 4$",
         ),
-        (lambda: ((Mask.documents([0, 4, 8]) & Mask.causal()) | Mask.images([(3, 5)])).check(8), "at 4"),
         (lambda: (Mask.prefix(6) & Mask.documents([0, 4, 8])).check(8), r"^prefix \[0, 6\) goes .* at 4"),
         (lambda: Mask.prefix([2, 3]), r"prefix for each of 1 documents.*got lengths of shape .2,."),
-        (lambda: Mask.prefix([[1]]), r"prefix for each of 1 documents.*got lengths of shape .1, 1."),
-        (lambda: Mask.prefix([1, 2], [0, 3, 3, 8]), "prefix for each of 3 documents"),
-        (lambda: Mask.prefix([1, 1, 2], [0, 3, 3, 8]), "document, 0, got 1"),
         (lambda: Mask.prefix([2, 5], [0, 4, 8]), "document, 4, got 5"),
         (lambda: Mask.prefix(-1), "got -1"),
         (lambda: Mask.tree([-1, 2, 1], [1, 1, 1]), "parent of node 1 must be a node before it.*got 2"),
-        (lambda: Mask.tree([0, 0], [1, 1]), "parent of node 0 .*got 0"),
         (lambda: Mask.tree([-1, -2], [1, 1]), "parent of node 1 .*got -2"),
         (lambda: Mask.tree([-1, 0], [1]), r"number for each node, got \[-1, 0\] and \[1\]"),
         (lambda: Mask.tree([-1, 0], [1, -1]), "tokens >= 0, got -1 for node 1"),
@@ -268,6 +255,10 @@ def test_pieces_grow_with_the_edges_of_the_parts(count):
 def test_bad_masks_say_what_came_and_what_is_legal(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_an_image_may_begin_and_end_with_its_document():
+    (Mask.documents([0, 4, 8]) & (Mask.causal() | Mask.images([(0, 4), (5, 8)]))).check(8)
 
 
 def test_other_spellings_are_the_same_masks():

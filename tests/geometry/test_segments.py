@@ -11,7 +11,7 @@ from masks import random_layout, random_mask
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.cuts import EVEN, cut_for
 from burst_mcore.attention.geometry.pattern import listed
-from burst_mcore.attention.geometry.plan import head_mask, plan_for
+from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.layout.balance import imbalance
 
 CAUSAL = Mask.causal()
@@ -98,12 +98,6 @@ def test_any_mask_and_layout(seed):
         piece.pairs for q in range(size) for k in range(size) for piece in listed(of_head.pieces(q, k))
     )
     assert pairs == int(allowed)
-
-
-def test_a_head_is_a_mask():
-    at = torch.arange(10)
-    assert head_mask(4, 10).allows(at, at).sum(1).tolist() == [10] * 4 + [0] * 6
-    assert not head_mask(0, 10).allows(at, at).any()
 
 
 def test_rows_that_are_read_end_at_the_cut():

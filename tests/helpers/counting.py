@@ -1,8 +1,13 @@
-"""Counts the work of burst attention in a process: the query-key pairs that its kernels meet."""
+"""Counts work: the query-key pairs that kernels meet, the bytes that ranks send, the functions that run."""
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch.distributed as dist
 
 from burst_mcore.attention import prepare
 from burst_mcore.attention.kernels import table
@@ -27,3 +32,33 @@ def count_pairs() -> Counter[str]:
     for cached in (table.choose, prepare.call_of):
         cached.cache_clear()
     return attended
+
+
+def count_bytes() -> list[int]:
+    """The bytes of each message that this process sends from now on; clear the list to begin anew."""
+    sent: list[int] = []
+    batch = dist.batch_isend_irecv
+
+    def counting(operations):
+        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
+        return batch(operations)
+
+    dist.batch_isend_irecv = counting
+    return sent
+
+
+def count_calls(function: Callable[[], Any], folder: str = "") -> int:
+    """How many functions are called meanwhile: of Python and of C, or of Python in the files of a folder."""
+    count, before = 0, sys.getprofile()
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(folder)
+        count += event == "c_call" and not folder
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -119,10 +120,36 @@ def _process(
         answer = (rank, function(rank, size, *args), None)
         results.put(pickle.dumps(answer))  # as bytes: tensors would stay in this process's shared memory
     except BaseException:
-        results.put(pickle.dumps((rank, None, traceback.format_exc())))
+        said = traceback.format_exc()
+        if " by peer" in said:  # another rank failed, and has more to say: it is heard first
+            time.sleep(3)
+        results.put(pickle.dumps((rank, None, said)))
         return
     with contextlib.suppress(RuntimeError):  # messages of a failed pass that nobody read reset connections
         dist.barrier()  # so that nobody leaves while others still work
+
+
+def on_ranks(size: int, *before: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of a function, which `size` ranks call with (rank, size, its parameters of the test).
+
+    before: a function that the ranks call in its place, with (rank, size, the function, ...), and the rest
+    of what comes before the parameters.
+    """
+
+    def made(function: Callable[..., Any]) -> Callable[..., None]:
+        place, *rest = [*before[:1], function, *before[1:]] if before else [function]
+
+        def test(**given: Any) -> None:
+            processes(size, place, *rest, *given.values())
+
+        parameters = inspect.signature(function).parameters.values()
+        given = [each for each in parameters if before or each.name not in ("rank", "size")]
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        test.__wrapped__ = function  # type: ignore[attr-defined] # where pytest says that the test is
+        test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+        return test
+
+    return made
 
 
 def torchrun(size: int, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -7,15 +7,12 @@ pytest.importorskip("megatron.core")
 
 import re
 import shlex
-import time
 from pathlib import Path
 
 import compare
 import finetune_hf
-import job
 import prepare_bytes
 import train
-from alone import TakenError, alone_in
 from job import Iteration
 
 ROOT = Path(__file__).parents[2]
@@ -23,26 +20,6 @@ ROOT = Path(__file__).parents[2]
 
 def _iterations(losses, norm=1.0):
     return [Iteration(i + 1, loss, norm, 0.5 if i else None) for i, loss in enumerate(losses)]
-
-
-def test_the_last_value_of_a_flag_counts_however_it_is_written():
-    arguments = ["--train-iters", "10", "--x", "1", "--train-iters=20"]
-    assert train.value_of("--train-iters", arguments) == "20"
-
-
-def test_the_summary_of_one_iteration_and_of_many():
-    assert "loss of the last 1 iterations: 3.000" in train.summary(_iterations([3.0]), 100, 5)
-    text = train.summary(_iterations([9.0, *[2.0] * 10]), 100, 5)
-    assert "loss of the last 10 iterations: 2.000" in text
-    assert "200 tokens/s" in text
-
-
-def test_the_loss_curve_is_a_picture(tmp_path):
-    train.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert not (tmp_path / "loss.png").exists()
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "loss": 3.0}\n{"iteration": 2, "loss": 2.0}\n')
-    train.plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_compare_takes_the_largest_relative_difference_of_full_runs():
@@ -58,14 +35,6 @@ def test_pieces_are_the_text_cut_at_line_ends():
     assert b"".join(pieces) == text
     assert all(piece.endswith(b"\n") and len(piece) >= prepare_bytes.PIECE for piece in pieces[:-1])
     assert list(prepare_bytes.pieces(b"")) == []
-
-
-def test_a_folder_takes_one_run_at_a_time_and_is_free_after_an_error(tmp_path):
-    again = pytest.raises(TakenError, match=f"another run writes to {tmp_path}")
-    with again, alone_in(tmp_path), alone_in(tmp_path):
-        raise AssertionError("two at once")
-    with alone_in(tmp_path):
-        pass
 
 
 def test_commands_of_fine_tuning_are_legal_and_say_which_files_are_text():
@@ -85,49 +54,6 @@ def test_fine_tuning_without_text_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         finetune_hf.arguments_of([*words, "--tokens", "1G"])
     assert "a number of tokens looks like 4096, 128K or 1M, got '1G'" in capsys.readouterr().err
-
-
-class _Slow:
-    """A job whose ranks take long to start."""
-
-    def run(self):
-        time.sleep(0.5)
-        yield Iteration(3, 2.0, 1.0, None)
-        for number in range(4, 8):
-            time.sleep(0.01)
-            yield Iteration(number, 2.0, 1.0, 0.01)
-
-
-def test_the_remaining_time_does_not_count_the_start(monkeypatch):
-    rates = []
-
-    class Bar(train.tqdm):
-        def display(self, *arguments, **options):
-            start = getattr(self, "start_t", 0)  # not there yet at the first drawing
-            rates.append((self.n - self.initial) / (time.time() - start))
-            return super().display(*arguments, **options)
-
-    monkeypatch.setattr(train, "tqdm", Bar)
-    assert len(train.follow(_Slow(), 10, 100, 2)) == 5
-    starts, last = rates[:2], rates[2:]
-    assert starts == [0, 0] and len(last) > 3, rates  # before and at the first iteration
-    assert all(10 < rate < 200 for rate in last), rates  # with the start: below 10
-
-
-def test_an_interrupt_is_one_whatever_handler_torch_has_set(monkeypatch, tmp_path):
-    class Context:
-        def wait(self, **_):
-            raise job.SignalException("Process 1 got signal: 2", 2)
-
-        def pids(self):
-            return {}
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(job, "start_processes", lambda **_: Context())
-    with pytest.raises(KeyboardInterrupt):
-        next(job.Job(tmp_path, 2, []).run())
 
 
 def test_an_interrupted_training_says_so(monkeypatch, tmp_path, capsys):

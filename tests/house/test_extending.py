@@ -52,57 +52,12 @@ def files_of(addition: str) -> set[str]:
     return set(re.findall(r"`([\w/.]+)`", row.split("|")[2]))
 
 
-def test_every_row_of_the_page_is_tested():
-    table = PAGE.read_text().split("| what | files | what to write |\n|---|---|---|\n")[1].split("\n\n")[0]
-    rows = [line.split("|")[1].strip() for line in table.splitlines()]
-    in_test_bench = ["a bench method"]
-    assert rows == [
-        "a mask", "a layout", "a kernel", "a ring", *in_test_bench, "a flag of Megatron, a key of DeepSpeed"
-    ]  # fmt: skip
-
-
 def _path(root: Path, file: str) -> Path:
     """A file as the page names it: files of burst_mcore without the package's name."""
     return root / file if file.startswith("burst_") else root / "burst_mcore" / file
 
 
-@pytest.fixture
-def extended(tmp_path):
-    """A function that makes an addition in a copy of the package, and runs a script there."""
-
-    def extend(addition, edits, script, ranks=1):
-        changed = {file if _path(ROOT, file).exists() else f"{Path(file).parent}/" for file in edits}
-        assert changed == files_of(addition), (
-            f"docs/evidence/architecture.md names other files for {addition}"
-        )
-        ignored = shutil.ignore_patterns("__pycache__")
-        for folder in ("burst_mcore", "burst_plan", "burst_bench", "docs", "benchmarks", "tests/megatron"):
-            shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-        for file, changes in edits.items():
-            path = _path(tmp_path, file)
-            text = path.read_text() if path.exists() else changes
-            for old, new in changes if path.exists() else ():
-                assert text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
-                text = text.replace(old, new)
-            path.write_text(text)
-        (tmp_path / "script.py").write_text(BEGINNING.format(copy=tmp_path, tests=ROOT / "tests") + script)
-        well, _, errors = forked.run(tmp_path / "logs", tmp_path / "script.py", ranks=ranks)
-        assert well, errors
-
-    (tmp_path / "logs").mkdir()
-    return extend
-
-
 LAYOUTS = '''
-class Backwards(Periodic):
-    """The last rank holds the first chunk."""
-
-    word = written = "backwards"
-
-    def places(self, rank, size):
-        return (size - 1 - rank,)
-
-
 @dataclass(frozen=True)
 class Rotated(Periodic):
     """Rank r holds chunk r + by."""
@@ -118,8 +73,7 @@ class Rotated(Periodic):
 def kind_of('''
 
 HOLD_LAYOUTS = """
-words = lambda draw: draw.choice(["backwards", f"rotated:{draw.randint(1, 9)}"])
-masks.random_layout = lambda draw, size, n: Layout.of(words(draw))
+masks.random_layout = lambda draw, size, n: Layout.of(f"rotated:{draw.randint(1, 9)}")
 import pickle, pytest, tables, test_layout, test_plan
 from burst_mcore.layout.balance import work
 from burst_mcore.attention.geometry.cuts import cut_for
@@ -131,24 +85,18 @@ for call, words in (
     (lambda: Layout("zigzag", by=1), "by is for layout rotated only"),
     (lambda: Layout.of("rotated"), "legal: .*rotated:K"),
     (lambda: Layout.of("rotated:0"), "needs by >= 1"),
-    (lambda: Layout.of("backwards:2"), "legal: .*backwards"),
 ):
     with pytest.raises(ValueError, match=words):
         call()
-for layout in (rotated, Layout("backwards")):
-    table = [[r, run.start, run.stop, run.step] for r in range(4) for run in layout.runs(30, r, 4)]
-    assert layout.run_table(30, 4).tolist() == table
-    assert work(layout, Mask.causal(), 32, 4)[0].sum() == 32 * 33 // 2
-    assert 0 <= cut_for(0.5, layout, Mask.causal(), 64, 4).position <= 64
-    assert_exact(Mask.causal(), BurstConfig(layout=layout))
+assert rotated.run_table(30, 4).tolist() == [
+    [r, run.start, run.stop, run.step] for r in range(4) for run in rotated.runs(30, r, 4)]
+assert work(rotated, Mask.causal(), 32, 4)[0].sum() == 32 * 33 // 2
+assert 0 <= cut_for(0.5, rotated, Mask.causal(), 64, 4).position <= 64
+assert_exact(Mask.causal(), BurstConfig(layout=rotated))
 names = "features/attention.md", "frameworks/megatron-flags.md", "reference/deepspeed-section.md"
 pages = [tables.WRITERS[name]() for name in names]
 assert all("rotated:K (chunk r + K)" in page for page in pages)
 """
-
-
-def test_a_layout(extended):
-    extended("a layout", {"layout/kinds.py": [("def kind_of(", LAYOUTS.lstrip())]}, HOLD_LAYOUTS)
 
 
 TERM = '''
@@ -200,24 +148,12 @@ assert_exact(mask, BurstConfig())
 """
 
 
-def test_a_mask(extended):
-    edits = {
-        "mask/terms.py": [("\n\n@dataclass(frozen=True)\nclass Stride(", TERM)],
-        "mask/mask.py": [
-            ("\n    @classmethod\n    def causal(", CONSTRUCTOR),
-            ("    Blocks,\n", "    Blocks,\n    Opening,\n"),
-        ],
-        "burst_plan/words.py": [('\n    "full": MaskWord(', WORD)],
-    }
-    extended("a mask", edits, HOLD_MASK)
-
-
 KERNEL = '''
-"""Attention of one tile by plain torch, full or causal, without softcap."""
+"""The reference by another name, without softcap."""
 
-import torch
+from dataclasses import replace
 
-from burst_mcore.attention.kernels.kernel import Kernel
+from burst_mcore.attention.kernels import reference
 
 
 def _supports(problem):
@@ -226,29 +162,7 @@ def _supports(problem):
     return "it has no softcap" if problem.softcap else None
 
 
-def _scores(q, k, pattern, scale):
-    scores = torch.einsum("bmhd,bnhd->bhmn", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) * scale
-    above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(above, -torch.inf) if pattern.causal else scores
-
-
-def _forward(q, k, v, pattern, options):
-    scores = _scores(q, k, pattern, options.scale)
-    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
-    return torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v), scores.logsumexp(-1)
-
-
-def _backward(x, pattern, options):
-    group = x.q.shape[2] // x.k.shape[2]
-    k, v = (kv.repeat_interleave(group, 2) for kv in (x.k, x.v))
-    p = (_scores(x.q, x.k, pattern, options.scale) - x.lse[..., None]).exp()
-    ds = p * (torch.einsum("bmhd,bnhd->bhmn", x.dout, v) - x.delta[..., None]) * options.scale
-    dq = torch.einsum("bhmn,bnhd->bmhd", ds, k)
-    dk, dv = torch.einsum("bhmn,bmhd->bnhd", ds, x.q), torch.einsum("bhmn,bmhd->bnhd", p, x.dout)
-    return dq, *(d.unflatten(2, (-1, group)).sum(3) for d in (dk, dv))
-
-
-KERNEL = Kernel("plain", _supports, _forward, _backward, takes_delta=True)
+KERNEL = replace(reference.KERNEL, name="plain", supports=_supports)
 KERNELS = (KERNEL,)
 '''
 
@@ -264,74 +178,30 @@ assert '`"plain"`' in tables.WRITERS["reference/deepspeed-section.md"]()
 """
 
 
-def test_a_kernel(extended):
-    edits = {
-        "attention/kernels/plain.py": KERNEL,
-        "attention/kernels/table.py": [
-            ("_FILES = {", '_FILES = {\n    "plain": "plain",'),
-        ],
-    }
-    extended("a kernel", edits, HOLD_KERNEL)
-
-
 RING = '''
-"""A ring without overlap: all blocks first, then all tiles, then all gradients, straight home."""
+"""A direct exchange without overlap: all blocks arrive, each in its own buffer, before the first tile."""
 
-from burst_mcore.attention.schedule.actions import (
-    HOME, HOME_SUM, PARTIAL, SUM, Accumulate, Add, Channel, Compute, Kind, Link, Recv, Return, Send, Wait
-)
-from burst_mcore.attention.schedule.carried import Hops, nothing
+from dataclasses import replace
+
+from burst_mcore.attention.schedule.actions import HOME, Compute, Kind, Recv, Send, Wait
+from burst_mcore.attention.schedule.carried import Hops
+from burst_mcore.attention.schedule.direct import direct
 
 
 def eager(ring_rank, size, *, gradients, hops=Hops()):
     """The program of a ring rank."""
-    blocks = [*_exchange(ring_rank, size, hops)]
-    waits = [Wait(0, action.channel) for action in blocks]
-    return (*blocks, *dict.fromkeys(waits), *_compute(ring_rank, size, gradients, hops))
-
-
-def _messages(step, channel, comes, goes):
-    """comes, goes: (buffer, peer, rows)."""
-    if not nothing(comes[2]):
-        yield Recv(step, channel, *comes)
-    if not nothing(goes[2]):
-        yield Send(step, channel, *goes)
-
-
-def _exchange(ring_rank, size, hops):
-    for t in range(1, size):
-        before, after = (ring_rank - t) % size, (ring_rank + t) % size
-        comes = f"{Kind.DATA}{t}", before, hops.between(before, ring_rank)
-        goes = HOME, after, hops.between(ring_rank, after)
-        yield from _messages(0, Channel(Link.DIRECT, Kind.DATA, t), comes, goes)
-
-
-def _compute(ring_rank, size, gradients, hops):
-    for t in range(size):
-        owner, rows = (ring_rank - t) % size, hops.between((ring_rank - t) % size, ring_rank)
-        if t == 0 or not nothing(rows):
-            yield Compute(t, owner, f"{Kind.DATA}{t}" if t else HOME)
-        if gradients and not nothing(rows):
-            yield Accumulate(t, owner, f"{SUM}{t}" if t else HOME_SUM, first=True, rows=rows)
-    if gradients:
-        yield from _bring_home(ring_rank, size, hops)
-
-
-def _bring_home(ring_rank, size, hops):
-    summed = hops.between(ring_rank, ring_rank)
-    for t in range(1, size):
-        before, after = (ring_rank - t) % size, (ring_rank + t) % size
-        channel = Channel(Link.DIRECT, Kind.GRADIENT, t)
-        comes = f"{PARTIAL}{t}", after, hops.between(ring_rank, after)
-        goes = f"{SUM}{t}", before, hops.between(before, ring_rank)
-        messages = [*_messages(size, channel, comes, goes)]
-        yield from messages
-        if messages:
-            yield Wait(size, channel)
-        if not nothing(comes[2]):
-            first, summed = nothing(summed), hops.together(summed, comes[2])
-            yield Add(size, HOME_SUM, f"{PARTIAL}{t}", first=first, rows=summed)
-    yield Return(size, () if nothing(summed) else (HOME_SUM,))
+    messages, waits, rest = [], [], []
+    for action in direct(ring_rank, size, gradients=gradients, hops=hops):
+        if isinstance(action, (Recv, Send, Wait)) and action.channel.kind == Kind.DATA:
+            early = replace(action, step=0)
+            if isinstance(action, Recv):
+                early = replace(early, buffer=f"{Kind.DATA}{action.channel.part}")
+            (waits if isinstance(action, Wait) else messages).append(early)
+        elif isinstance(action, Compute):
+            rest.append(replace(action, buffer=f"{Kind.DATA}{action.step}" if action.step else HOME))
+        else:
+            rest.append(action)
+    return (*messages, *waits, *rest)
 '''
 
 HOLD_RING = """
@@ -368,21 +238,6 @@ CHOICE = """    if ring == "eager":
     if ring == "direct":"""
 
 
-def test_a_ring(extended):
-    edits = {
-        "attention/schedule/eager.py": RING,
-        "attention/schedule/route.py": [
-            (ROUTE_IMPORT, f"{ROUTE_IMPORT}from burst_mcore.attention.schedule.eager import eager\n"),
-            ("    mirrored: bool = False\n", "    mirrored: bool = False\n    eager: bool = False\n"),
-            ("    if route.direct:\n        return", ROUTE_WRITER),
-            ("> 2 and not self.direct", "> 2 and not self.direct and not self.eager"),
-        ],
-        "attention/candidates.py": [('    if ring == "direct":', CHOICE)],
-        "config.py": [('RINGS = ("auto", ', 'RINGS = ("auto", "eager", ')],
-    }
-    extended("a ring", edits, HOLD_RING, ranks=4)
-
-
 FIELD = """
     rounding: str = setting("nearest", ("nearest", "stochastic"), "How sums are rounded.")
 
@@ -403,6 +258,93 @@ assert all("How sums are rounded." in page for page in pages)
 """
 
 
-def test_a_flag_and_a_key(extended):
-    addition = "a flag of Megatron, a key of DeepSpeed"
-    extended(addition, {"config.py": [("\n    def __post_init__(", FIELD)]}, HOLD_FIELD)
+METHOD = """
+
+def _mine(case: RingCase, world: World) -> Attention:
+    return burst(case, world, backward="kv")
+
+
+add("attention", Method("mine", _mine, divisible))
+"""
+
+HOLD_METHOD = """
+from pathlib import Path
+from burst_bench.__main__ import main
+from burst_bench.results import read
+if __name__ == "__main__":  # and not in the ranks of the bench, which run this file again
+    cases = {"attention": "ranks=1; seq=64; heads=2; head_dim=8", "masks": "seq=64; head_dim=8"}
+    for subject, case in cases.items():
+        out = Path(burst_mcore.__file__).parents[1] / f"{subject}.json"
+        main([subject, "--case", case, "--methods", "mine", "--repeats", "1", "--out", str(out)])
+        assert read(out).tables[case]["mine", "cpu"]
+"""
+
+ADDITIONS = {
+    "a mask": (
+        {
+            "mask/terms.py": [("\n\n@dataclass(frozen=True)\nclass Stride(", TERM)],
+            "mask/mask.py": [
+                ("\n    @classmethod\n    def causal(", CONSTRUCTOR),
+                ("    Blocks,\n", "    Blocks,\n    Opening,\n"),
+            ],
+            "burst_plan/words.py": [('\n    "full": MaskWord(', WORD)],
+        },
+        HOLD_MASK,
+    ),
+    "a layout": ({"layout/kinds.py": [("def kind_of(", LAYOUTS.lstrip())]}, HOLD_LAYOUTS),
+    "a kernel": (
+        {
+            "attention/kernels/plain.py": KERNEL,
+            "attention/kernels/table.py": [("_FILES = {", '_FILES = {\n    "plain": "plain",')],
+        },
+        HOLD_KERNEL,
+    ),
+    "a ring": (
+        {
+            "attention/schedule/eager.py": RING,
+            "attention/schedule/route.py": [
+                (ROUTE_IMPORT, f"{ROUTE_IMPORT}from burst_mcore.attention.schedule.eager import eager\n"),
+                ("    mirrored: bool = False\n", "    mirrored: bool = False\n    eager: bool = False\n"),
+                ("    if route.direct:\n        return", ROUTE_WRITER),
+                ("> 2 and not self.direct", "> 2 and not self.direct and not self.eager"),
+            ],
+            "attention/candidates.py": [('    if ring == "direct":', CHOICE)],
+            "config.py": [('RINGS = ("auto", ', 'RINGS = ("auto", "eager", ')],
+        },
+        HOLD_RING,
+    ),
+    "a bench method": ({"burst_bench/methods/attention.py": METHOD}, HOLD_METHOD),
+    "a flag of Megatron, a key of DeepSpeed": (
+        {"config.py": [("\n    def __post_init__(", FIELD)]},
+        HOLD_FIELD,
+    ),
+}
+"""In the order of the page: files with what is put in the place of lines, or at the end; and a script."""
+
+
+def test_every_row_of_the_page_is_tested():
+    table = PAGE.read_text().split("| what | files | what to write |\n|---|---|---|\n")[1].split("\n\n")[0]
+    assert [line.split("|")[1].strip() for line in table.splitlines()] == [*ADDITIONS]
+
+
+@pytest.mark.parametrize("addition", ADDITIONS)
+def test_an_addition_takes_the_files_that_the_page_names(addition, tmp_path):
+    """Made in a copy of the package, where a script holds it."""
+    edits, script = ADDITIONS[addition]
+    changed = {file if _path(ROOT, file).exists() else f"{Path(file).parent}/" for file in edits}
+    assert changed == files_of(addition), f"docs/evidence/architecture.md names other files for {addition}"
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("burst_mcore", "burst_plan", "burst_bench", "docs", "benchmarks", "tests/megatron"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    for file, changes in edits.items():
+        path = _path(tmp_path, file)
+        text = path.read_text() if path.exists() else ""
+        for old, new in [(None, changes)] if isinstance(changes, str) else changes:
+            assert old is None or text.count(old) == 1, f"{file} has {text.count(old)} times: {old}"
+            text = text + new if old is None else text.replace(old, new)
+        path.write_text(text)
+    (tmp_path / "script.py").write_text(BEGINNING.format(copy=tmp_path, tests=ROOT / "tests") + script)
+    (tmp_path / "logs").mkdir()
+    ranks = 4 if addition == "a ring" else 1
+    well, _, errors = forked.run(tmp_path / "logs", tmp_path / "script.py", ranks=ranks)
+    assert well, errors

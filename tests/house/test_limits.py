@@ -10,11 +10,8 @@ from pathlib import Path
 import forked
 import limits
 import pytest
-import torch
 import torch.distributed as dist
-from ranks import Mailboxes, MailboxTransport, processes, threads
-
-from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Recv
+from ranks import processes
 
 TESTS = Path(__file__).parents[1]
 HANGS = "import time; time.sleep(3600)"
@@ -53,33 +50,6 @@ def test_a_limit_that_is_hit_says_which_test_which_limit_and_what_to_do(words, t
     )
     assert str(caught.value).startswith(f"{request.node.nodeid}: ")
     assert re.search(ours, str(caught.value)), caught.value
-
-
-def test_ranks_that_end_without_an_answer_are_not_waited_for():
-    with pytest.raises(AssertionError, match=r"ranks \[1\] of 2 ended without an answer") as caught:
-        processes(2, _one_ends)
-    assert caught.value.args[1] == {0: "here"}
-
-
-def test_threads_that_wait_for_one_that_failed_end_with_it():
-    mail, started = Mailboxes(), time.monotonic()
-
-    def meet(rank):
-        if rank == 2:
-            raise ValueError("rank 2 is wrong")
-        channel = Channel(Link.INTRA, Kind.DATA)
-        receipt = Recv(0, channel, "data0", peer=2)
-        (work,) = MailboxTransport(mail, rank).post(channel, [(receipt, [torch.zeros(1)])])
-        work.wait()
-
-    with pytest.raises(ValueError, match="rank 2 is wrong"):
-        threads(3, meet)
-    assert time.monotonic() - started < limits.TO_END
-
-
-def _one_ends(rank, size):
-    dist.barrier = lambda: None  # ranks.processes ends with one
-    return "here" if rank == 0 else sys.modules["os"]._exit(0)
 
 
 def test_no_limit_of_a_test_has_a_number_of_its_own():

@@ -30,23 +30,24 @@ def _functions_of(run):
     return functions
 
 
-def _ways(
-    rank, size, backward
-):  # in new interpreters: other tests leave caches, and functions around functions
-    """Return the functions of the first step of a causal ring, and of the third, which plans nothing."""
+def _ways(rank, size):  # in new interpreters: other tests leave caches, and functions around functions
+    """Functions of a causal ring: of the first step, and of the third and a forward, which plan nothing."""
     topology, mask = Topology.from_group(dist.group.WORLD), Mask.causal()
     import burst_mcore.attention.kernels.cpu  # noqa: F401 - the first call imports the file of its kernel
 
-    tensors = [torch.randn(1, 64, 2, 16, requires_grad=backward) for _ in range(3)]
+    tensors = [torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3)]
+
+    def forward():
+        with torch.no_grad():
+            burst_attention(*tensors, topology=topology, mask=mask)
 
     def step():
-        out = burst_attention(*tensors, topology=topology, mask=mask)
-        if backward:
-            out.sum().backward()
+        burst_attention(*tensors, topology=topology, mask=mask).sum().backward()
 
     cold = _functions_of(step)
-    step()
-    return cold, _functions_of(step)
+    for call in (step, forward):
+        call()
+    return cold, _functions_of(step), _functions_of(forward)
 
 
 def _held(functions, files, lines, most):
@@ -54,13 +55,6 @@ def _held(functions, files, lines, most):
     paths = {path for path, _ in functions}
     size = sum(len(Path(path).read_text().splitlines()) for path in paths)
     assert 10 < len(paths) <= files and size <= lines and 50 < len(functions) <= most, sorted(functions)
-
-
-def test_a_forward_runs_few_functions_of_few_files():
-    """Before one autograd function stood for a call: 24 files and 4,620 lines; cold 62 files."""
-    for cold, warm in processes(2, _ways, False, start="spawn"):
-        _held(warm, files=15, lines=2870, most=90)
-        _held(cold, files=45, lines=9990, most=360)
 
 
 def test_the_call_reaches_few_modules():
@@ -71,7 +65,8 @@ def test_the_call_reaches_few_modules():
 
 
 def test_a_step_runs_few_functions_of_few_files():
-    """Before: 30 files and 5,450 lines; cold 64 files."""
-    for cold, warm in processes(2, _ways, True, start="spawn"):
+    """Before one autograd function stood for a call: 30 files and 5,450 lines; cold 64 files."""
+    for cold, warm, forward in processes(2, _ways, start="spawn"):
+        _held(forward, files=15, lines=2870, most=90)
         _held(warm, files=17, lines=3330, most=135)
         _held(cold, files=46, lines=10250, most=422)

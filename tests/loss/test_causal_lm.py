@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 import pickle
 
 import pytest
@@ -410,76 +409,6 @@ def test_shift_labels_are_not_shifted_again():
     model, ids = patch_causal_lm(OddForCausalLM(ODD["shifted"])), torch.tensor([[1, 2, 3, 4]])
     with pytest.raises(TypeError, match="OddForCausalLM cannot be patched.* shift_labels"):
         model(ids, shift_labels=ids)
-
-
-ZERO3 = {
-    "train_micro_batch_size_per_gpu": 2,
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 0,  # weights are released after each module, though used again soon
-        "stage3_max_reuse_distance": 0,
-    },
-    "zero_allow_untested_optimizer": True,
-    "gradient_clipping": 0.0,  # DeepSpeed's default clips
-}
-
-
-def _zero3(rank, size, names, folder):
-    os.environ.update(LOCAL_RANK=str(rank), DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=folder)
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled
-    deepspeed.init_distributed("gloo", verbose=False)
-    return [_trained_by_zero3(deepspeed, rank, name) for name in names]
-
-
-def _trained_by_zero3(deepspeed, rank, name):
-    model = patch_causal_lm(build(name), chunk_tokens=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO3)
-    head, losses, seen = model.get_output_embeddings(), [], []
-    head.register_forward_hook(
-        lambda module, given, out: seen.append((tuple(module.weight.shape), out.shape))
-    )
-    for step in range(2):
-        assert head.weight.numel() == 0  # sharded over the ranks
-        out = engine(**batch(seed=2 * step + rank))
-        assert out.logits is None
-        assert head.weight.numel() == 0
-        engine.backward(out.loss)
-        if step == 0:
-            get = deepspeed.utils.safe_get_full_grad
-            gradients = {name: get(p) for name, p in model.named_parameters()}
-        engine.step()
-        losses.append(out.loss.detach())
-    assert seen == [((VOCABULARY, WIDTH), ())] * 2  # the head is called once a step, for the loss
-    engine.destroy()
-    return losses, gradients
-
-
-@pytest.mark.parametrize(
-    "names",
-    [["Llama"], pytest.param(["Qwen2", "Mixtral"], marks=pytest.mark.slow)],
-    ids=["plain", "tied, and with a loss that is added in place"],
-)
-def test_zero3(names, tmp_path):
-    pytest.importorskip("deepspeed")  # imported here, once for both ranks
-    ranks = processes(2, _zero3, names, str(tmp_path))
-    for name, *trained in zip(names, *ranks, strict=True):
-        model = build(name)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            optimizer.zero_grad()
-            losses = [model(**batch(seed=2 * step + rank)).loss for rank in range(2)]
-            (sum(losses) / 2).backward()  # each rank has as many labels
-            for (found, gradients), loss in zip(trained, losses, strict=True):
-                torch.testing.assert_close(found[step], loss.detach(), rtol=1e-5, atol=1e-6)
-                if step == 0:
-                    want = {name: p.grad for name, p in model.named_parameters()}
-                    torch.testing.assert_close(gradients, want, rtol=1e-5, atol=1e-6)
-            optimizer.step()
 
 
 def _fsdp(rank, size, wrapped):

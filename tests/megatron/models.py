@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import version
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import count_pairs
-from ranks import processes
+from ranks import on_ranks, processes
 
 import burst_mcore.megatron.spec  # noqa: F401 - here once, with what it imports: ranks are forked
 from burst_mcore import BurstConfig, Layout, shard, unshard
@@ -93,6 +93,31 @@ class Case(NamedTuple):
     """Layers of a hybrid model."""
 
 
+def start_megatron(**sizes: int) -> None:
+    """Start Megatron on the CPU of this rank, over groups of these sizes, and its random numbers."""
+    cpu.enable()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(**sizes)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(0)
+
+
+def _in_megatron(rank: int, size: int, function: Any, cp: int, *args: Any) -> Any:
+    start_megatron(context_parallel_size=cp)
+    return function(*args)
+
+
+def in_megatron(function: Any, *args: Any, cp: int = 1) -> list[Any]:
+    """function(*args) in every rank of a context-parallel group; what each rank found."""
+    return processes(cp, _in_megatron, function, cp, *args)
+
+
+def megatron_on(cp: int, size: int | None = None) -> Any:
+    """Make a test of a function that all ranks of a context-parallel group call, of `size` ranks in all."""
+    return on_ranks(size or cp, _in_megatron, cp)
+
+
 def step(case: Case) -> Step:
     """One step of `case` over as many processes as it needs; what rank 0 saw."""
     return steps(case)[0][0]
@@ -117,6 +142,36 @@ def assert_equal(got: Step, want: Step, attention: str = "BurstCoreAttention") -
     assert got.norms.keys() == want.norms.keys()
     for name, norm in want.norms.items():
         assert got.norms[name] == pytest.approx(norm, rel=2e-5, abs=1e-9), name
+
+
+def assert_as_alone(*cases: Case) -> None:
+    """Every case gives what its model gives on one rank; cases of the same ranks run in one start of them."""
+    alone = list(dict.fromkeys(map(_alone, cases)))
+    wanted = {case: found[0] for case, found in zip(alone, steps(*alone), strict=True)}
+    together = defaultdict(list)
+    for case in cases:
+        together[case.tp, case.cp, case.hierarchy, "sequence_parallel" in dict(case.fields)].append(case)
+    for alike in together.values():
+        for case, found in zip(alike, steps(*alike), strict=True):
+            try:
+                assert_equal(found[0], wanted[_alone(case)])
+            except AssertionError as error:
+                error.add_note(str(case))
+                raise
+
+
+def _alone(case: Case) -> Case:
+    """The model of `case` on one rank, with Megatron's own attention.
+
+    In layers of MLA that is not built without TransformerEngine: there the attention is ours.
+    """
+    latent = "+" in case.pattern or "multi_latent_attention" in dict(case.fields)
+    kept = ("model", "microbatches", "position", "documents", "slots", "tied", "pattern")
+    return Case(
+        attention="burst" if latent else "default",
+        fields=tuple(field for field in case.fields if field[0] != "sequence_parallel"),
+        **{name: getattr(case, name) for name in kept},
+    )
 
 
 FEW_ULP = 8 * torch.finfo(torch.float32).eps

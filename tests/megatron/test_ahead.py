@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from models import Case, transformer_config
-from ranks import processes
-
-from burst_mcore.megatron import cpu
+from models import Case, megatron_on, transformer_config
 
 PACKED = ((16, 48), (32, 32), (8, 24, 32), (24, 40))
 """Lengths of the documents of four batches of 64 tokens."""
@@ -19,10 +16,10 @@ def _batches():
         yield {"tokens": torch.zeros(1, 64, dtype=torch.int64), "cu_seqlens": cu_seqlens}
 
 
-def _masks_planned_and_called(rank, size, window):
-    """By batch: (masks that were planned before its call was done, the mask of its call)."""
-    cpu.enable()
-    from megatron.core import parallel_state
+@pytest.mark.parametrize("window", [None, (9, 0)])
+@megatron_on(2)
+def test_packed_batches_are_planned_ahead(window):
+    """From the third batch on, its mask is planned before its call is done."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -30,9 +27,8 @@ def _masks_planned_and_called(rank, size, window):
     from burst_mcore.megatron.ahead import planned_ahead
     from burst_mcore.megatron.core_attention import BurstCoreAttention
 
-    parallel_state.initialize_model_parallel(context_parallel_size=size)
     plan, wait = prepare._plan, prepare.await_plan
-    planned, called, by_batch = [], [], []
+    planned, called, in_time = [], [], []
 
     def planning(asked, tokens):
         plan(asked, tokens)  # first: what cannot be planned is not
@@ -40,21 +36,13 @@ def _masks_planned_and_called(rank, size, window):
 
     prepare._plan = planning
     prepare.await_plan = lambda mask: (called.append(mask), wait(mask))
-    config = transformer_config(Case(cp=size, fields=(("window_size", window),) if window else ()))
+    config = transformer_config(Case(cp=2, fields=(("window_size", window),) if window else ()))
     core = BurstCoreAttention(config, 1, AttnMaskType.causal, "self")
-    for batch in planned_ahead(_batches(), size):
-        qkv = torch.randn(3, 64 // size, 4, 16)
+    for batch in planned_ahead(_batches(), 2):
         ends = batch["cu_seqlens"][0].unique()
-        core(*qkv, None, packed_seq_params=PackedSeqParams("thd", ends, ends))
-        by_batch.append((list(planned), called[-1]))
-    return by_batch
-
-
-@pytest.mark.parametrize("window", [None, (9, 0)])
-def test_packed_batches_are_planned_ahead(window):
-    for by_batch in processes(2, _masks_planned_and_called, window):
-        assert [mask in planned for planned, mask in by_batch] == [False, False, True, True]
-        assert len({str(mask) for _, mask in by_batch}) == len(PACKED)
+        core(*torch.randn(3, 32, 4, 16), None, packed_seq_params=PackedSeqParams("thd", ends, ends))
+        in_time.append(called[-1] in planned)
+    assert in_time == [False, False, True, True] and len(set(map(str, called))) == len(PACKED)
 
 
 def test_only_megatrons_own_loaders_are_read_ahead(monkeypatch):
@@ -87,19 +75,17 @@ def test_batches_pass_in_order_and_only_packed_ones_are_read_ahead(monkeypatch):
             read.append(index)
             yield batch
 
-    plain = [{"tokens": torch.full((2, 64), i)} for i in range(3)]
-    assert [(x is plain[i], len(read)) for i, x in enumerate(ahead.planned_ahead(logged(plain), 2))] == [
-        (True, 1),
-        (True, 2),
-        (True, 3),
-    ]
-    read.clear()
+    def order(batches):
+        """Of each batch that comes out: whether it is the next, and how many were read before."""
+        read.clear()
+        return [(x is batches[i], len(read)) for i, x in enumerate(ahead.planned_ahead(logged(batches), 2))]
+
+    assert order([{"tokens": torch.full((2, 64), i)} for i in range(3)]) == [(True, 1), (True, 2), (True, 3)]
     packed = list(_batches())
-    got = [(x is packed[i], len(read)) for i, x in enumerate(ahead.planned_ahead(logged(packed), 2))]
-    assert got == [(True, 2), (True, 3), (True, 4), (True, 4)]
+    assert order(packed) == [(True, 2), (True, 3), (True, 4), (True, 4)]
     assert [ends.tolist() for ends, _ in planned] == [[0, 16, 64], [0, 32, 64], [0, 8, 32, 64], [0, 24, 64]]
     both = {"tokens": torch.zeros(2, 64), "cu_seqlens": torch.cat([x["cu_seqlens"] for x in packed[:2]])}
-    assert list(ahead.planned_ahead([both], 2)) == [both]
+    assert order([both]) == [(True, 1)]
     assert (planned[-1][0].tolist(), planned[-1][1]) == ([0, 16, 64, 96, 128], 128)
     odd = {"tokens": torch.zeros(1, 64), "cu_seqlens": torch.tensor([0, 7, 64])}
-    assert list(ahead.planned_ahead([odd], 2)) == [odd]  # the forward refuses it
+    assert order([odd]) == [(True, 1)]  # the forward refuses it

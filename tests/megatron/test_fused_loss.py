@@ -6,64 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cells import crossed
-from models import BATCH, MTP, VERSION, VOCAB, Case, N, assert_equal, build, default, needs_019, step
-from ranks import processes
+from models import BATCH, MTP, VOCAB, Case, N, build, needs_019, start_megatron
+from ranks import on_ranks, processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from burst_mcore.megatron import cpu
 from burst_mcore.megatron.fused_loss import UnmadeLogits, fuse_loss
 
 SLOW = pytest.mark.slow
-MUP = (("use_mup", True), ("mup_base_hidden_size", 32))
-
-
-@pytest.mark.proves("fused loss", "GPT at CP 2, TP 2 x CP 2; tied embeddings")
-@pytest.mark.parametrize(
-    ("cp", "tp", "tied"),
-    [
-        *((1, 1, True), (2, 1, False), (2, 2, True)),
-        *(pytest.param(*cell, marks=SLOW) for cell in ((1, 1, False), (2, 1, True), (2, 2, False))),
-    ],
-)
-def test_gpt(cp, tp, tied):
-    assert_equal(step(Case(tp=tp, cp=cp, fused=True, tied=tied)), default(tied=tied))
-
-
-@pytest.mark.proves("fused loss", "several microbatches in flight")
-def test_microbatches_in_flight():
-    assert_equal(step(Case(cp=2, fused=True, microbatches=3, recompute="full")), default(microbatches=3))
-
-
-@pytest.mark.proves("fused loss", "multi-token prediction, TP 2 x CP 2")
-@needs_019
-@pytest.mark.parametrize(
-    ("tp", "cp"), [(1, 1), (2, 2), *(pytest.param(*cell, marks=SLOW) for cell in ((2, 1), (1, 2)))]
-)
-def test_multi_token_prediction(tp, cp):
-    sharded = (("sequence_parallel", tp > 1),)
-    got = step(Case(model="mtp", tp=tp, cp=cp, fused=True, fields=MTP + sharded))
-    assert_equal(got, default(model="mtp", fields=MTP))
-
-
-@pytest.mark.proves("fused loss", "HybridModel at TP 2 x CP 2")
-@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=SLOW), True])
-def test_hybrid(tied):
-    got = step(Case(model="hybrid", tp=2, cp=2, fused=True, tied=tied))
-    assert_equal(got, default(model="hybrid", tied=tied))
-
-
-@needs_019
-def test_logits_that_are_scaled():
-    assert_equal(step(Case(cp=2, fused=True, fields=MUP)), default(fields=MUP))
-
-
-@pytest.mark.proves("fused loss", "TP 2 x CP 2 with sequence parallelism")
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=SLOW), True])
-def test_sequence_parallel(tied):
-    case = Case(tp=2, cp=2, fused=True, tied=tied, fields=(("sequence_parallel", True),))
-    assert_equal(step(case), default(tied=tied))
 
 
 def accumulate_by_a_stand_in():
@@ -87,13 +37,9 @@ def trained(rank, size, fused, tied, distributed, dtype, accumulated=False):
 
     Also how many rows of logits the largest tensor had, the losses, and FLOPs.
     """
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(0)
+    start_megatron(tensor_model_parallel_size=1)
     calls = accumulate_by_a_stand_in() if accumulated else []
     fields = ("params_dtype", dtype), ("bf16", dtype == torch.bfloat16)
     fields += (("gradient_accumulation_fusion", accumulated),)
@@ -149,27 +95,16 @@ class Largest(TorchDispatchMode):
     crossed((False, True), (False, True), quick=lambda tied, distributed: tied != distributed),
 )
 def test_main_grad(tied, distributed):
-    ours, theirs = (processes(2, trained, fused, tied, distributed, torch.float32) for fused in (True, False))
+    """Also where layers add to it by apex: the head adds once, says so, and hands autograd nothing."""
+    how = tied, distributed, torch.float32
+    theirs, ours, by_apex = (
+        processes(2, trained, fused, *how, accumulated)
+        for fused, accumulated in ((False, False), (True, False), (True, True))
+    )
     for rank in range(2):
         assert ours[rank][3] == theirs[rank][3]  # three products a token of the head, as without fusion
         for name, gradient in theirs[rank][0].items():
-            torch.testing.assert_close(ours[rank][0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=SLOW), True])
-def test_main_grad_where_the_layers_add_to_it_by_apex(tied):
-    """The fused head keeps the contract of the layers: it adds once, says so, and hands autograd nothing."""
-    ours, layers, plain = (
-        processes(2, trained, *how)
-        for how in (
-            (True, tied, True, torch.float32, True),
-            (False, tied, True, torch.float32, True),
-            (False, tied, True, torch.float32),
-        )
-    )
-    for rank in range(2):
-        for name, gradient in plain[rank][0].items():
-            for got in (ours, layers):
+            for got in (ours, by_apex):
                 torch.testing.assert_close(got[rank][0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
@@ -182,54 +117,32 @@ def test_no_logits_and_bfloat16():
         assert (grads[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
 
 
-def unlabelled(rank, size, kind, fields):
-    """The logits of a model without labels, before its loss is fused and after."""
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+@needs_019
+@pytest.mark.parametrize(("kind", "fields"), [("hybrid", ()), ("mtp", MTP)])
+@on_ranks(1)
+def test_logits_come_back_where_there_are_no_labels(rank, size, kind, fields):
+    start_megatron()
     model = build(Case(model=kind, fields=fields)).eval()
     tokens, at = torch.randint(0, VOCAB, (BATCH, N)), torch.arange(N).expand(BATCH, N)
     with torch.no_grad():
         before = model(tokens, at, None)
         fuse_loss(model)
-        return before, model(tokens, at, None)
+        assert before.shape == (BATCH, N, VOCAB) and torch.equal(before, model(tokens, at, None))
 
 
-@needs_019
-@pytest.mark.parametrize(("kind", "fields"), [("hybrid", ()), ("mtp", MTP)])
-def test_logits_come_back_where_there_are_no_labels(kind, fields):
-    ((before, after),) = processes(1, unlabelled, kind, fields)
-    assert before.shape == (BATCH, N, VOCAB)
-    assert torch.equal(before, after)
+@on_ranks(1)
+def test_what_it_does_not_go_with_is_named(rank, size):
 
-
-def refused(rank, size, fields):
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    model = build(Case())
-    for name, value in fields.items():
-        setattr(model.config, name, value)
-    with pytest.raises(ValueError) as caught:
-        fuse_loss(model)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "words"),
-    [
-        ("cross_entropy_loss_fusion", "--cross-entropy-loss-fusion: both replace the loss"),
-        ("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute"),
-        ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
-    ],
-)
-def test_what_it_does_not_go_with_is_named(field, words):
-    (message,) = processes(1, refused, {field: True})
-    assert words in message
+    start_megatron()
+    for field, words in {
+        "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion: both replace the loss",
+        "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    }.items():
+        model = build(Case())
+        setattr(model.config, field, True)
+        with pytest.raises(ValueError, match=words):
+            fuse_loss(model)
 
 
 def test_deferred_logits_are_no_logits():
@@ -237,13 +150,9 @@ def test_deferred_logits_are_no_logits():
         _ = UnmadeLogits(torch.ones(1), None).shape
 
 
-def _negative_labels(rank, size):
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(0)
+@on_ranks(1)
+def test_labels_that_datasets_ignore(rank, size):
+    start_megatron()
     model = build(Case())
     tokens, at = torch.randint(0, VOCAB, (BATCH, N + 1)), torch.arange(N).expand(BATCH, N)
     labels, mask = tokens[:, 1:].clone(), torch.ones(BATCH, N)
@@ -256,10 +165,5 @@ def _negative_labels(rank, size):
         loss = (model(tokens[:, :-1], at, None, labels=labels, loss_mask=mask) * mask).sum()
         loss.backward()
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    return found
-
-
-def test_labels_that_datasets_ignore():
-    ((plain, fused),) = processes(1, _negative_labels)
-    for a, b in zip(fused, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    for plain, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -2,12 +2,25 @@
 
 import pytest
 import torch
-from models import MLA, MOE, MTP, VERSION, Case, N, assert_equal, build, default, needs_019, step, steps
-from ranks import processes
+from models import (
+    MLA,
+    MOE,
+    MTP,
+    Case,
+    N,
+    assert_as_alone,
+    assert_equal,
+    build,
+    default,
+    needs_019,
+    start_megatron,
+    step,
+    steps,
+)
+from ranks import on_ranks, processes
 
 from burst_mcore import positions
 from burst_mcore.checkpointing import Segment
-from burst_mcore.megatron import cpu
 
 SLOW = pytest.mark.slow
 
@@ -15,70 +28,138 @@ SLOW = pytest.mark.slow
 def test_the_baseline_is_megatrons_own_attention():
     assert set(default().core_attentions) == {"DotProductAttention"}
     assert default().losses.isfinite().all()
+    assert not torch.allclose(default(fields=WINDOW).losses, default().losses, rtol=1e-3)
+
+
+WINDOW = (("window_size", (9, 0)),)
+SECOND = (*WINDOW, ("window_attn_skip_freq", 2))
+HEADS = (("head_parallel", 2),)
+NODES = {"cp": 4, "hierarchy": (2, 2)}
+GPT = [
+    Case(backward="query"),
+    Case(cp=2, backward="kv"),
+    Case(cp=4, backward="query"),
+    Case(tp=2, cp=2, backward="kv"),
+    Case(**NODES),
+    Case(**NODES, burst=HEADS),
+    Case(tp=2, **NODES, burst=HEADS),
+    Case(cp=4, burst=(("head_parallel", 4),)),
+    Case(cp=4, burst=(("head_parallel", "auto"), ("overlap", False))),
+    *(Case(cp=2, recompute=recompute, microbatches=2) for recompute in ("selective", "full")),
+    *(Case(cp=2, fields=(("softmax_type", kind),)) for kind in ("learnable", "off-by-one")),
+    *(Case(cp=4, layout=name, backward="query") for name in ("contiguous", "stacked-zigzag:2", "striped")),
+    Case(cp=2, layout="striped", position="learned_absolute"),
+    Case(tp=2, cp=2, layout="block-striped:8", fields=WINDOW),
+    Case(model="linear", cp=2, layout="striped"),
+    Case(fields=WINDOW),
+    Case(cp=4, fields=SECOND),
+    Case(cp=2, fields=(("window_size", (N, 0)),)),
+]
+MORE_OF_GPT = [
+    Case(backward="kv"),
+    Case(cp=2, backward="query"),
+    Case(cp=4, backward="kv"),
+    Case(tp=2, cp=2, backward="query"),
+    Case(cp=4, hierarchy=(4, 1)),
+    Case(**NODES, burst=(("ring", "flat"),)),
+    Case(**NODES, burst=(*HEADS, ("head_placement", "outer"))),
+    *(Case(cp=2, layout=name, backward="query") for name in ("contiguous", "stacked-zigzag:2", "striped")),
+    *(Case(cp=cp, layout="block-striped:16", backward="query") for cp in (2, 4)),
+    Case(cp=4, fields=WINDOW),
+    Case(fields=SECOND),
+]
 
 
 @pytest.mark.proves("GPT", "CP 1, 2, 4; TP 2 x CP 2; backward by queries, by keys and values")
-@pytest.mark.parametrize(
-    ("cp", "tp", "backward"),
-    [
-        *((1, 1, "query"), (2, 1, "kv"), (4, 1, "query"), (2, 2, "kv")),
-        *(
-            pytest.param(*cell, marks=SLOW)
-            for cell in ((1, 1, "kv"), (2, 1, "query"), (4, 1, "kv"), (2, 2, "query"))
-        ),
-    ],
-)
-def test_gpt(cp, tp, backward):
-    assert_equal(step(Case(tp=tp, cp=cp, backward=backward)), default())
-
-
-WAYS = {
-    "double ring": {"hierarchy": (2, 2)},
-    "double ring of 1 x 4": {"hierarchy": (4, 1)},
-    "flat ring on hierarchical groups": {"hierarchy": (2, 2), "burst": (("ring", "flat"),)},
-    "head x ring": {"hierarchy": (2, 2), "burst": (("head_parallel", 2),)},
-    "heads across nodes": {
-        "hierarchy": (2, 2),
-        "burst": (("head_parallel", 2), ("head_placement", "outer")),
-    },
-    "Ulysses": {"burst": (("head_parallel", 4),)},
-    "auto, no overlap": {"burst": (("head_parallel", "auto"), ("overlap", False))},
-}
-LESS = {"double ring of 1 x 4", "flat ring on hierarchical groups", "heads across nodes"}
-"""Ways that differ little from others."""
-
-
-@pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, with shared heads, by auto")
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[SLOW] * (way in LESS)) for way in WAYS])
-def test_gpt_on_other_routes(way):
-    assert_equal(step(Case(cp=4, **WAYS[way])), default())
-
-
-@pytest.mark.proves("GPT", "TP 2 with shared heads on a double ring")
-def test_gpt_with_tensor_parallelism_on_a_double_ring_that_shares_heads():
-    case = Case(tp=2, cp=4, hierarchy=(2, 2), burst=(("head_parallel", 2),))
-    assert_equal(step(case), default())
-
-
+@pytest.mark.proves("GPT", "CP 4 on a flat and a double ring, with shared heads, by auto, with TP 2")
 @pytest.mark.proves("GPT", "full and selective recompute, several microbatches in flight")
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_gpt_with_recompute_and_microbatches_in_flight(recompute):
-    got = step(Case(cp=2, recompute=recompute, microbatches=2))
-    assert_equal(got, default(microbatches=2))
+@pytest.mark.proves("GPT", "other layouts at CP 2 and 4, learnt positions, windows at TP 2 x CP 2")
+@pytest.mark.proves("attention sinks, off-by-one and learnable", "CP 2")
+@pytest.mark.proves("windows in all or some layers", "CP 1 and 4")
+@pytest.mark.parametrize("cases", [GPT, pytest.param(MORE_OF_GPT, marks=SLOW)], ids=["", "more"])
+def test_gpt(cases):
+    assert_as_alone(*cases)
 
 
+PADDED = {"documents": (13, 1, 33), "slots": (16, 8, 40)}
+WHOLE = {"documents": (16, 8, 40)}
+"""Multiples of 8: two chunks for each of four ranks."""
+PACKED = [
+    Case(backward="query", **WHOLE),
+    Case(backward="kv", **PADDED),
+    Case(cp=4, backward="kv", **WHOLE),
+    Case(cp=4, backward="query", **PADDED),
+    Case(tp=2, cp=2, **PADDED),
+    Case(**NODES, burst=HEADS, **PADDED),
+    Case(cp=4, burst=(("ring", "direct"),), **PADDED),
+    Case(cp=2, recompute="full", microbatches=2, **PADDED),
+    Case(cp=2, model="mtp", fields=MTP, **WHOLE),
+    *(Case(cp=cp, model="mtp", fields=MTP, **PADDED) for cp in (1, 2)),
+    *(Case(cp=cp, fields=(("window_size", (5, 0)), SECOND[1]), **PADDED) for cp in (1, 2, 4)),
+]
+MORE_PACKED = [
+    Case(cp=cp, backward=backward, **documents)
+    for cp in (1, 2, 4)
+    for backward in ("query", "kv")
+    for documents in (WHOLE, PADDED)
+]
+
+
+@pytest.mark.proves("packed documents, padded or not", "CP 1, 2, 4; compared with each document alone")
+@pytest.mark.proves("packed documents, padded or not", "TP 2 x CP 2; CP 4 with shared heads; full recompute")
+@pytest.mark.proves("packed documents, padded or not", "multi-token prediction at CP 1 and 2")
+@pytest.mark.proves("windows in all or some layers", "packed documents at CP 1, 2, 4")
+@pytest.mark.parametrize("cases", [PACKED, pytest.param(MORE_PACKED, marks=SLOW)], ids=["", "more"])
+def test_packed_documents(cases):
+    assert_as_alone(*cases)
+
+
+SEQUENCE = (("sequence_parallel", True),)
+FUSED = [
+    Case(fused=True, tied=True),
+    Case(cp=2, fused=True),
+    Case(tp=2, cp=2, fused=True, tied=True),
+    Case(tp=2, cp=2, fused=True, tied=True, fields=SEQUENCE),
+    Case(cp=2, fused=True, microbatches=3, recompute="full"),
+]
+
+
+@pytest.mark.proves("fused loss", "GPT at CP 2, TP 2 x CP 2, with sequence parallelism; tied embeddings")
+@pytest.mark.proves("fused loss", "several microbatches in flight")
+def test_fused_loss():
+    assert_as_alone(*FUSED)
+
+
+MUP = (("use_mup", True), ("mup_base_hidden_size", 32))
+YARN = (*MLA[:-1], ("rope_type", "yarn"))
+EXPERTS = {"model": "moe", "fields": MOE}
+FUSED_MTP = {"model": "mtp", "fused": True}
+MODELS = [
+    Case(cp=2, **EXPERTS),
+    Case(cp=2, layout="striped", **EXPERTS),
+    Case(cp=2, model="mtp", fields=MTP),
+    Case(cp=2, fields=MLA),
+    *(Case(cp=2, layout="striped", fields=fields) for fields in (MLA, YARN)),
+    *(Case(cp=2, model="hybrid", layout=layout) for layout in ("zigzag", "striped")),
+    Case(cp=2, fields=MLA, **PADDED),
+    Case(cp=2, fields=MLA, mla_latent="on", **PADDED),
+    Case(cp=2, model="hybrid", **PADDED),
+    Case(cp=2, **EXPERTS, **PADDED),
+    Case(**FUSED_MTP, fields=MTP),
+    Case(tp=2, cp=2, **FUSED_MTP, fields=(*MTP, *SEQUENCE)),
+    Case(tp=2, cp=2, model="hybrid", fused=True, tied=True),
+    Case(cp=2, fused=True, fields=MUP),
+]
+
+
+@needs_019
 @pytest.mark.proves("MoE; multi-token prediction", "CP 2")
-@needs_019
-@pytest.mark.parametrize(("model", "fields"), [("moe", MOE), ("mtp", MTP)], ids=["moe", "mtp"])
-def test_moe_and_mtp(model, fields):
-    assert_equal(step(Case(model=model, cp=2, fields=fields)), default(model=model, fields=fields))
-
-
-@pytest.mark.proves("MLA", "CP 2")
-@needs_019
-def test_mla():
-    # Megatron's local attention does not build in an MLA layer: the baseline is ours on one rank.
-    assert_equal(step(Case(cp=2, fields=MLA)), step(Case(cp=1, fields=MLA)))
+@pytest.mark.proves("MLA", "CP 2; striped, rope and yarn")
+@pytest.mark.proves("HybridModel of attention and MLP layers", "CP 2, zigzag and striped")
+@pytest.mark.proves("packed documents, padded or not", "MLA, HybridModel, MoE at CP 2")
+@pytest.mark.proves("fused loss", "multi-token prediction and HybridModel at TP 2 x CP 2")
+def test_other_models():
+    assert_as_alone(*MODELS)
 
 
 @pytest.mark.proves("MLA", "the latent rotates: CP 1, 2, 4; TP 2 x CP 2, sequence parallelism; shared heads")
@@ -107,15 +188,6 @@ def test_the_latent_of_mla_rotates(tp, cp, backward, others):
             assert (ours - theirs).norm() <= 2e-6 * theirs.norm(), name
 
 
-@pytest.mark.proves("attention sinks, off-by-one and learnable", "CP 2")
-@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
-def test_sinks(kind):
-    fields = (("softmax_type", kind),)
-    got, want = step(Case(cp=2, fields=fields)), default(fields=fields)
-    assert_equal(got, want)
-    assert (kind == "learnable") == any("softmax_offset" in name for name in want.norms)
-
-
 def _init(weight):
     """Weights are drawn whole, on any number of ranks; sinks, which a rank makes of its heads, are alike."""
     fill = torch.nn.init
@@ -124,14 +196,11 @@ def _init(weight):
 
 def _norm_for_clipping(rank, size):
     """Megatron's norm of the gradients of learnt sinks."""
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(0)
+    start_megatron(tensor_model_parallel_size=size)
     model = build(Case(tp=size, fields=(("softmax_type", "learnable"), ("init_method", _init))))
     tokens, at = torch.arange(N)[None], torch.arange(N)[None]
     model(tokens, at, None, labels=tokens + 1).sum().backward()
@@ -144,12 +213,6 @@ def _norm_for_clipping(rank, size):
 def test_the_norm_for_clipping_has_the_sinks_of_all_tensor_parallel_ranks():
     (want,) = processes(1, _norm_for_clipping)
     assert processes(2, _norm_for_clipping) == [pytest.approx(want, rel=1e-5)] * 2
-
-
-@pytest.mark.proves("HybridModel of attention and MLP layers", "CP 2")
-@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
-def test_hybrid():
-    assert_equal(step(Case(model="hybrid", cp=2)), default(model="hybrid"))
 
 
 GDN = (
@@ -172,7 +235,7 @@ KINDS = {
 
 
 @pytest.mark.proves("HybridModel", "experts, MLA whose latent rotates, gated delta net, MTP, windows at CP 2")
-@pytest.mark.skipif(VERSION < (0, 19), reason="HybridModel is there from 0.19 on")
+@needs_019
 @pytest.mark.parametrize("name", KINDS)
 def test_hybrids_of_other_layers(name):
     pattern, fields, how = KINDS[name]
@@ -186,15 +249,15 @@ def test_hybrids_of_other_layers(name):
     assert_equal(got, want)
 
 
-def _by_a_schedule_plan(rank, size):
+@pytest.mark.proves("MoE; multi-token prediction", "`--overlap-moe-expert-parallel-comm` at CP 2")
+@needs_019
+@on_ranks(2)
+def test_experts_whose_messages_overlap(rank, size):
     """Losses of a model of experts, and of what --overlap-moe-expert-parallel-comm calls in its place."""
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
     from megatron.core.pipeline_parallel.utils import set_streams
 
-    parallel_state.initialize_model_parallel(context_parallel_size=size, expert_model_parallel_size=size)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    start_megatron(context_parallel_size=size, expert_model_parallel_size=size)
     set_streams()
     experts = (*MOE, ("moe_token_dispatcher_type", "alltoall"), ("expert_model_parallel_size", size))
     model = build(Case(cp=size, fields=experts))
@@ -209,9 +272,3 @@ def _by_a_schedule_plan(rank, size):
     torch.testing.assert_close(got, want)
     for name, gradient in gradients.items():
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, gradient, msg=name)
-
-
-@pytest.mark.proves("MoE; multi-token prediction", "`--overlap-moe-expert-parallel-comm` at CP 2")
-@needs_019
-def test_experts_whose_messages_overlap():
-    processes(2, _by_a_schedule_plan)

@@ -1,7 +1,6 @@
 """Groups that are bound anew to a built model: attention and positions follow, or the call is refused."""
 
 import copy
-import re
 from argparse import Namespace
 
 import pytest
@@ -9,20 +8,20 @@ import torch
 import torch.distributed as dist
 from models import (
     MLA,
-    MTP,
     VERSION,
     Case,
     N,
+    _in_megatron,
     build,
     let_mla_be_local,
+    megatron_on,
     needs_019,
     packed_seq_params,
-    transformer_config,
 )
 from ranks import processes
-from test_core_attention import _core, _in_megatron
+from test_core_attention import _core
 
-from burst_mcore import BurstConfig, Layout, shard
+from burst_mcore import Layout, shard
 from burst_mcore.megatron.layouts import use_layout
 
 YARN = (*MLA[:-1], ("rope_type", "yarn"))
@@ -48,9 +47,6 @@ def bind(model, group):
 
 
 def _made(case):
-    from megatron.core import tensor_parallel
-
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(0)
     use_layout(case.layout)
     return build(case)
@@ -137,24 +133,21 @@ def test_a_model_built_at_one_rank_is_evaluated_by_two(name):
     processes(2, _in_megatron, _rebound, 1, CASES[name])
 
 
-def _rebound_to_one():
+@pytest.mark.proves("groups bound anew, as Megatron-Bridge does to evaluate", "CP 2 to 1 and back")
+@megatron_on(2)
+def test_a_model_built_at_two_ranks_is_evaluated_by_one():
     case = Case(cp=2)
     model, alone = _made(case), _alone()
     pair = model.pg_collection.cp
     part = _ran(model, case, pair)
     bind(model, alone)
-    whole = _ran(model, case, alone)
-    _same(part, whole, pair)
+    _same(part, _ran(model, case, alone), pair)
     bind(model, pair)
     assert torch.equal(_ran(model, case, pair)[0], part[0])
 
 
-@pytest.mark.proves("groups bound anew, as Megatron-Bridge does to evaluate", "CP 2 to 1 and back")
-def test_a_model_built_at_two_ranks_is_evaluated_by_one():
-    processes(2, _in_megatron, _rebound_to_one, 2)
-
-
-def _by_its_method():
+@megatron_on(1, size=2)
+def test_core_attention_has_the_method_of_transformer_engines():
     """Core attention without a layer of Megatron's, bound as TransformerEngine's is."""
     core, pair = _core(), dist.new_group([0, 1])
     qkv = torch.randn(3, 16, 1, 4, 16, generator=torch.Generator().manual_seed(1))
@@ -178,105 +171,41 @@ def _by_its_method():
     torch.testing.assert_close(core(*qkv, None), whole)
 
 
-def test_core_attention_has_the_method_of_transformer_engines():
-    processes(2, _in_megatron, _by_its_method, 1)
-
-
-def _to_two_levels():
-    """Core attention of one rank, bound to four on two nodes, said by two hierarchical groups."""
-    core, everyone = _core(), dist.group.WORLD
-    rank = dist.get_rank()
-    nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    levels = [nodes[rank // 2], across[rank % 2]]
-    qkv = torch.randn(3, 32, 1, 4, 16, generator=torch.Generator().manual_seed(1))
-    whole = core(*qkv, None)
-    place = {"rank": rank, "size": 4, "layout": "zigzag"}
-    want, held = shard(whole, 0, **place), [shard(x, 0, **place) for x in qkv]
-    core.pg_collection = Namespace(cp=everyone, hcp=levels)
-    assert (core.topology.size, core.topology.intra_size) == (4, 2)
-    torch.testing.assert_close(core(*held, None), want)
-    core.set_context_parallel_group(everyone, [0, 1, 2, 3], None, core.cp_comm_type)
-    assert core.topology.intra_size == 2
-    core.pg_collection = Namespace(cp=levels[0])
-    place |= {"rank": rank % 2, "size": 2}
-    pair = [shard(x, 0, **place) for x in qkv]
-    torch.testing.assert_close(core(*pair, None), shard(whole, 0, **place))
-
-
-def test_core_attention_follows_hierarchical_groups():
-    processes(4, _in_megatron, _to_two_levels, 1)
-
-
-def _mixer(**fields):
-    """Megatron's MambaMixer or, without a `cp` of its own, GatedDeltaNet, unbuilt: they need GPU packages."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+def _mamba(group, size):
+    """Megatron's MambaMixer, unbuilt: it needs packages for GPUs."""
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    mixer = object.__new__(MambaMixer if "cp" in fields else GatedDeltaNet)
+    mixer = object.__new__(MambaMixer)
     torch.nn.Module.__init__(mixer)
-    mixer.__dict__ |= fields
+    mixer.__dict__["cp"] = Namespace(cp_group=group, cp_size=size)
     return mixer
 
 
-def _recurrences_of_calls():
-    _core()  # from then on calls are looked at
-    everyone, alone = dist.group.WORLD, _alone()
-    me = dist.get_rank()
-    mamba = _mixer(cp=Namespace(cp_group=everyone, cp_size=2))
-    delta = _mixer(pg_collection=Namespace(cp=everyone), cp_size=2)
-    rebound = _mixer(pg_collection=Namespace(cp=alone), cp_size=2)
-    call = packed_seq_params(Case(documents=LONG))
-    call.local_cp_size, call.cp_group = 1, alone
-    for name, mixer in (("MambaMixer", mamba), ("GatedDeltaNet", delta), ("GatedDeltaNet", rebound)):
-        said = rf"{name} keeps the context-parallel group of its constructor, of size 2, but the .* \[{me}\]"
-        with pytest.raises(ValueError, match=said):
-            mixer(packed_seq_params=None if mixer is rebound else call)
-    call.local_cp_size = call.cp_group = None
-    if hasattr(call, "seq_idx"):  # before, Mamba makes it of cu_seqlens
-        with pytest.raises(ValueError, match="MambaMixer tells .* give PackedSeqParams their total_tokens"):
-            mamba(packed_seq_params=call)
-    with pytest.raises(TypeError, match="hidden_states"):  # on to Megatron's own
-        delta(packed_seq_params=call)
-
-
-def test_recurrences_refuse_the_groups_and_documents_that_they_would_not_follow():
-    processes(2, _in_megatron, _recurrences_of_calls, 1)
-
-
-def _half_bound():
+@megatron_on(1, size=2)
+def test_a_group_that_is_bound_to_some_modules_alone_is_refused():
     model, pair = build(Case()), dist.new_group([0, 1])
     groups = copy.copy(model.pg_collection)
     groups.cp = pair
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    tokens, at = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)[None]
     layer, me = model.decoder.layers[0].self_attention, dist.get_rank()
     before = layer.pg_collection
 
-    def refused(layers, other, name):
-        said = f"layer 1: .* of the layer has ranks {layers}, that of its {name} {other}: bind one group"
-        with pytest.raises(ValueError, match=re.sub(r"([\[\]])", r"\\\1", said)):
-            model(tokens, torch.arange(8)[None], None)
-
     layer.pg_collection = groups
-    refused([0, 1], [me], "core attention")
+    with pytest.raises(ValueError, match=rf"layer 1: .* \[0, 1\], that of its core attention \[{me}\]: bind"):
+        model(tokens, at, None)
     layer.core_attention.pg_collection = groups
-    refused([0, 1], [me], "model")
-    layer.pg_collection = before
-    refused([me], [0, 1], "core attention")
-    layer.core_attention.cp_group = before.cp
-    assert model(tokens, torch.arange(8)[None], None).isfinite().all()
-    config = transformer_config(Case(fields=MTP))
-    mixer = _mixer(cp=Namespace(cp_group=before.cp, cp_size=1))
-    model.decoder.layers[1].mlp.register_forward_pre_hook(lambda *_: mixer())
+    with pytest.raises(ValueError, match=rf"layer 1: .* \[0, 1\], that of its model \[{me}\]: bind one"):
+        model(tokens, at, None)
+    layer.pg_collection, layer.core_attention.cp_group = before, before.cp
+    assert model(tokens, at, None).isfinite().all()
+    call = packed_seq_params(Case(documents=LONG))
+    call.local_cp_size, call.cp_group = 1, _alone()
+    said = rf"MambaMixer keeps the context-parallel group of its constructor, of size 2, but the .* \[{me}\]"
+    with pytest.raises(ValueError, match=said):
+        _mamba(pair, 2)(packed_seq_params=call)
+    model.decoder.layers[1].mlp.register_forward_pre_hook(lambda *_: _mamba(before.cp, 1)())
     bind(model, pair)
     with pytest.raises(ValueError, match=r"build_schedule_plan .* bound anew, to ranks \[0, 1\]: call the"):
-        model.build_schedule_plan(tokens, torch.arange(8)[None], None)
+        model.build_schedule_plan(tokens, at, None)
     with pytest.raises(ValueError, match=r"MambaMixer keeps .* of size 1, but the model has ranks \[0, 1\]"):
-        model(tokens, torch.arange(8)[None], None)
-    with pytest.raises(ValueError, match="multi-token .* striped"):
-        use_layout("striped")
-        _core(config, BurstConfig(layout="striped")).cp_group = pair
-
-
-def test_a_group_that_is_bound_to_some_modules_alone_is_refused():
-    processes(2, _in_megatron, _half_bound, 1)
+        model(tokens, at, None)

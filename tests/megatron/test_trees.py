@@ -1,15 +1,20 @@
 """Rollouts as a tree in a Megatron model over a ring, beside rows apart in Megatron's own attention."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
-from models import MLA, VOCAB, Case, build, needs_019
-from ranks import processes
-from test_packed import WINDOW
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding,
+    RotaryEmbedding,
+)
+from models import MLA, VOCAB, Case, build, needs_019, start_megatron
+from ranks import on_ranks, processes
 from torch import nn
 
 from burst_mcore import shard
-from burst_mcore.megatron import cpu
 from burst_mcore.rollouts import fold
 from burst_mcore.rollouts.columns import TREE
 from burst_mcore.rollouts.megatron import in_tree
@@ -62,12 +67,9 @@ def params_of(n):
 
 
 def trained(rank, size, case):
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(context_parallel_size=size)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    torch.manual_seed(0)
+    start_megatron(context_parallel_size=size)
     model = build(case._replace(cp=size))
     if case.attention == "default":
         loss = apart(model)
@@ -88,7 +90,7 @@ def trained(rank, size, case):
     ("size", "case"),
     [
         (2, {"recompute": "full"}),
-        (4, {"fields": WINDOW}),
+        (4, {"fields": (("window_size", (5, 0)), ("window_attn_skip_freq", 2))}),
         pytest.param(1, {"position": "learned_absolute"}, marks=pytest.mark.slow),
     ],
 )
@@ -99,80 +101,43 @@ def test_rollouts_as_a_tree(size, case):
         torch.testing.assert_close(found, gradients, rtol=2e-5, atol=2e-6)
 
 
-def refused(rank, size):
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import (
-        MultimodalRotaryEmbedding,
-        RotaryEmbedding,
-    )
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    class TwoTables(RotaryEmbedding):
-        def forward(self, *args, **options):
-            return super().forward(*args, **options), None
-
-    class Halved(RotaryEmbedding):
-        def get_emb(self, *args, **options):
-            return super().get_emb(*args, **options) / 2
-
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    tree = fold(*rollouts()).batch[TREE]
-    n = int(tree.view(2, -1)[1].sum())
-    cases = {
-        "other attention": (Case(attention="default"), n),
-        "latent": (Case(fields=MLA), n),
-        "several documents": (Case(), n - 1),
-        "served": (Case(), n),
-    }
-    found = {name: entered(build(case), params_of(tokens), tree) for name, (case, tokens) in cases.items()}
-    model = build(Case())
-    for name, params in {"no packed sequence": None, "no cu_seqlens": PackedSeqParams("thd")}.items():
-        found[name] = entered(model, params, tree)
-    for name, other in {"a child first": [1, -1, 3, 3], "no pairs": [-1, 2, 3], "numbers": [-1.0, n]}.items():
-        found[name] = entered(model, params_of(n), torch.tensor(other))
-    recurrence, mixer = nn.Module(), nn.Module()
-    recurrence.self_attention, mixer.mixer = nn.Linear(2, 2), nn.Linear(2, 2)
-    others = {"recurrence": recurrence, "mixer": mixer, "convolution": nn.Conv1d(1, 1, 1)}
-    for name, other in {**others, "mrope": MultimodalRotaryEmbedding(8, 1.0)}.items():
-        found[name] = entered([model, other], params_of(n), tree)
-    found["chunks"] = entered([model, build(Case())], params_of(n), tree)
-    how = {"kv_channels": 16, "rotary_percent": 1.0, "use_cpu_initialization": True}
-    found["several tables"] = entered(TwoTables(**how), params_of(n), tree)
-    halved = Halved(**how)
-    with in_tree(halved, params_of(n), tree):
-        table = halved(n, packed_seq=True)
-    torch.testing.assert_close(table, halved(n)[depths(tree)], rtol=0, atol=0)
-    return found
-
-
-def entered(model, params, tree):
-    try:
-        with in_tree(model, params, tree):
-            return "served"
-    except ValueError as error:
-        return str(error)
+class Halved(RotaryEmbedding):
+    def get_emb(self, *args, **options):
+        return super().get_emb(*args, **options) / 2
 
 
 @needs_019
-def test_models_that_do_not_know_branches_are_refused_in_one_line():
-    (found,) = processes(1, refused)
-    core = "decoder.layers.0.self_attention.core_attention"
-    assert found["other attention"] == f"{core} (DotProductAttention) does not know the branches of a tree"
-    assert "does not know the branches of a tree" in found["latent"] and "\n" not in found["latent"]
-    assert found["several documents"] == "cu_seqlens_q must be of the whole row, [0, 59], got [0, 58]"
-    assert found["served"] == found["chunks"] == "served"
-    for name in ("no packed sequence", "no cu_seqlens"):
-        assert found[name] == "cu_seqlens_q must be of the whole row, [0, 59], got None"
-    assert found["a child first"].startswith("the parent of node 0 must be")
-    assert found["no pairs"] == "a tree has one dim, parents and then lengths, got (3,)"
-    assert found["numbers"] == "a tree must be integers, got torch.float32"
-    for name, module in {
-        "recurrence": "1.self_attention (Linear)",
-        "mixer": "1.mixer (Linear)",
-        "convolution": "1 (Conv1d)",
-        "mrope": "1 (MultimodalRotaryEmbedding)",
-        "several tables": " (TwoTables)",
-    }.items():
-        assert found[name] == f"{module} does not know the branches of a tree"
+@on_ranks(1)
+def test_models_that_do_not_know_branches_are_refused(rank, size):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    start_megatron()
+    tree = fold(*rollouts()).batch[TREE]
+    n = int(tree.view(2, -1)[1].sum())
+    model, recurrence = build(Case()), nn.Module()
+    recurrence.self_attention = nn.Linear(2, 2)
+    a_child_first, numbers = torch.tensor([1, -1, 3, 3]), torch.tensor([-1.0, n])
+    row = "cu_seqlens_q must be of the whole row, [0, 59], got"
+    other = "does not know the branches of a tree"
+    for asked, params, given, words in (
+        (model, params_of(n), tree, None),
+        ([model, build(Case())], params_of(n), tree, None),
+        (build(Case(attention="default")), params_of(n), tree, f"(DotProductAttention) {other}"),
+        (build(Case(fields=MLA)), params_of(n), tree, other),
+        ([model, recurrence], params_of(n), tree, f"1.self_attention (Linear) {other}"),
+        ([model, nn.Conv1d(1, 1, 1)], params_of(n), tree, f"1 (Conv1d) {other}"),
+        (MultimodalRotaryEmbedding(8, 1.0), params_of(n), tree, f"(MultimodalRotaryEmbedding) {other}"),
+        (model, params_of(n - 1), tree, f"{row} [0, 58]"),
+        (model, None, tree, f"{row} None"),
+        (model, PackedSeqParams("thd"), tree, f"{row} None"),
+        (model, params_of(n), a_child_first, "the parent of node 0 must be"),
+        (model, params_of(n), torch.tensor([-1, 2, 3]), "a tree has one dim, parents and then lengths"),
+        (model, params_of(n), numbers, "a tree must be integers, got torch.float32"),
+    ):
+        refusing = nullcontext() if words is None else pytest.raises(ValueError, match=re.escape(words))
+        with refusing, in_tree(asked, params, given):
+            pass
+    halved = Halved(16, 1.0, use_cpu_initialization=True)  # whatever a class makes of its table
+    with in_tree(halved, params_of(n), tree):
+        table = halved(n, packed_seq=True)
+    torch.testing.assert_close(table, halved(n)[depths(tree)], rtol=0, atol=0)

@@ -2,13 +2,9 @@
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 
-import plain
-import players
 import pytest
-import rules
 import torch
 import zoo
 from test_hybrids import EVERY
@@ -18,9 +14,8 @@ from typer.testing import CliRunner
 
 from burst_mcore import Layout
 from burst_mcore.attention.candidates import Ranks
-from burst_mcore.recurrent import kernels, recurrence
+from burst_mcore.recurrent import kernels
 from burst_mcore.recurrent.bound import MIXERS, mixers_of
-from burst_mcore.recurrent.fragments import fragments
 from burst_mcore.recurrent.halo import halo
 from burst_mcore.recurrent.scan import scan
 from burst_plan.cli import app
@@ -29,7 +24,7 @@ from burst_plan.step.attention import LAYOUTS, UNSCATTERED, attention
 from burst_plan.step.figures import Cluster, step
 from burst_plan.step.memory import shard_of, stack
 from burst_plan.step.model import PRESETS, from_config, model_of
-from burst_plan.step.model.mixers import CHUNK, NONE, _lightning, _linear_unit
+from burst_plan.step.model.mixers import CHUNK, NONE
 from burst_plan.step.parts import layers
 from burst_plan.step.planned import planned, text
 from burst_plan.step.recurrence import exchanges, work
@@ -71,50 +66,39 @@ def built(name, further):
         return config, AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "further"),
-    [*((name, {}) for name in EVERY), *MANY.items()],
-    ids=lambda x: x if x else "of the zoo",
-)
-def test_parameters_are_those_of_transformers(name, further):
-    config, whole = built(name, further)
-    model, mixers = sizes_of(config), mixers_of(whole).values()
-    counted = sum(p.numel() for mixer in mixers for p in mixer.parameters())
-    assert model.mixer.layers * (model.mixer.matrices + model.mixer.others) == counted
-    linear = {m.weight for mixer in mixers for m in mixer.modules() if type(m) is torch.nn.Linear}
-    grouped = {p for mixer in mixers for path, p in mixer.named_parameters() if path.endswith(GROUPED)}
-    assert model.mixer.layers * model.mixer.matrices == sum(p.numel() for p in linear | grouped)
-    # OLMo's norms of queries and of keys are those of all heads together
-    norms = 2 * (model.heads - 1) * model.head_dim + (model.kv_heads - model.heads) * model.head_dim
-    rest = norms + 2 * model.head_dim if name == "olmo_hybrid" else 0
-    assert model.parameters == sum(p.numel() for p in whole.parameters()) - rest
-
-
-def test_every_mixer_that_is_served_is_counted():
-    """RecurrentGemma's configuration names its layers in a way of its own: 26 of 26 were taken to attend."""
+def test_parameters_are_those_of_transformers():
+    """And every mixer that is served is counted, in whatever way a configuration names its layers."""
     classes = set()
-    for name in EVERY:
-        config, whole = built(name, MANY.get(name))
-        mixers, model = mixers_of(whole).values(), sizes_of(config)
-        classes |= {type(mixer).__name__ for mixer in mixers}
+    for name, further in [*((name, {}) for name in EVERY), *MANY.items()]:
+        config, whole = built(name, further)
+        model, mixers = sizes_of(config), mixers_of(whole).values()
+        counted = sum(p.numel() for mixer in mixers for p in mixer.parameters())
         assert model.mixer.layers == len(mixers) > 0
+        assert model.mixer.layers * (model.mixer.matrices + model.mixer.others) == counted, name
+        linear = {m.weight for mixer in mixers for m in mixer.modules() if type(m) is torch.nn.Linear}
+        grouped = {p for mixer in mixers for path, p in mixer.named_parameters() if path.endswith(GROUPED)}
+        assert model.mixer.layers * model.mixer.matrices == sum(p.numel() for p in linear | grouped), name
+        # OLMo's norms of queries and of keys are those of all heads together
+        norms = 2 * (model.heads - 1) * model.head_dim + (model.kv_heads - model.heads) * model.head_dim
+        rest = norms + 2 * model.head_dim if name == "olmo_hybrid" else 0
+        assert model.parameters == sum(p.numel() for p in whole.parameters()) - rest, name
         attention = [m for m in map(type, whole.modules()) if m.__name__.endswith("Attention")]
-        assert model.attending == sum(m.__name__ not in MIXERS for m in attention)
+        assert model.attending == sum(m.__name__ not in MIXERS for m in attention), name
+        classes |= {type(mixer).__name__ for mixer in mixers}
     assert classes == {*MIXERS}
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "attending", "mixer"),
-    [
-        ("nvidia/Nemotron-H-8B-Base-8K", 8_100_852_736, 4, (24, "Mamba 2")),
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 79_674_391_296, 12, (36, "gated delta rule")),
-        ("ibm-granite/granite-4.0-h-small", 32_207_337_984, 4, (36, "Mamba 2")),
-    ],
-)
-def test_presets_have_the_parameters_of_their_checkpoints(name, parameters, attending, mixer):
-    model = model_of(name)[0]
-    assert (model.parameters, model.attending) == (parameters, attending)
-    assert (model.mixer.layers, model.mixer.kind) == mixer
+CHECKPOINTS = {
+    "nvidia/Nemotron-H-8B-Base-8K": (8_100_852_736, 4, 24, "Mamba 2"),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, 12, 36, "gated delta rule"),
+    "ibm-granite/granite-4.0-h-small": (32_207_337_984, 4, 36, "Mamba 2"),
+}
+
+
+def test_presets_have_the_parameters_of_their_checkpoints():
+    for name, found in CHECKPOINTS.items():
+        model = model_of(name)[0]
+        assert (model.parameters, model.attending, model.mixer.layers, model.mixer.kind) == found
 
 
 def _solved(system, right, *_, **__):
@@ -208,118 +192,6 @@ def test_bytes_are_those_of_the_programs_and_of_the_kernels_states(name, layout)
         assert found["halo"][0] == (2 if layout == "zigzag" else 1) * 3 * 2 * mixer.channels
 
 
-def saved(run, *tensors):
-    """Numbers in 16 bits that a run keeps, each storage once."""
-    storages = {}
-
-    def keep(x):
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out, _ = run(tensors, None)
-    storages[out.untyped_storage().data_ptr()] = out.untyped_storage()
-    return sum(each.nbytes() for each in storages.values()) / 2
-
-
-def test_runs_in_plain_torch_keep_what_is_counted():
-    """Of bfloat16, over 4 chunks; gates of a head, and what floats of a token are, are left out."""
-    tokens, heads, dim, inner = 1024, 4, 32, 96
-    attention = _lightning(64, heads, dim)
-    x = [torch.randn(1, tokens, heads, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    gate = -torch.rand(1, tokens, heads, requires_grad=True)
-    kept = saved(kernels.gated(kernels.linear_attention).run, *x, gate)
-    assert kept / tokens == pytest.approx(attention.recurrence.run, rel=0.02)
-    unit = _linear_unit(64, heads, 4, inner)
-    x = [torch.rand(1, tokens, inner, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
-    assert saved(kernels.elementwise().run, *x) / tokens == pytest.approx(unit.recurrence.run, rel=0.02)
-
-
-def test_a_scan_by_doublings_moves_memory_as_often_as_it_doubles():
-    """RecurrentGemma's, twice in the middle; zigzag's last rank has 16K tokens in a run as well."""
-    unit = _linear_unit(2560, 10, 4, 2560)
-    for layout in UNSCATTERED:
-        further = 2 * unit.recurrence.run  # what the run for B writes and reads
-        assert work(unit, layout, 2**17, 8).moved == (2 * 14 * 26 * 2560 + further,) * 2
-    assert work(unit, "zigzag", 2**17, 1).moved == (17 * 26 * 2560,) * 2
-    assert work(QWEN.mixer, "zigzag", 2**17, 1).moved == (0, 0)
-    run = 2 * QWEN.mixer.recurrence.run
-    assert work(QWEN.mixer, "zigzag", 2**17, 8).moved == (2 * run, run)  # for B and for A; backward once more
-
-
-def test_each_step_of_a_scan_waits_for_its_busiest_rank():
-    """Four ranks on two nodes: within a node, across, within; by the picture of docs/features/hybrids.md."""
-    mixer, rates = NEMOTRON.mixer, H100.rates
-    state, decay = 4 * mixer.recurrence.state, 4 * mixer.recurrence.decay
-    near, far = rates.link(inter=False), rates.link(inter=True)
-    steps = [max(state, state + decay) / near, state / far, state / near]
-    _, seconds = exchanges(mixer, "contiguous", 4096, Ranks(4, 2), rates)["scan of states"]
-    assert seconds == pytest.approx(3 * rates.latency + sum(steps), rel=1e-12)
-
-
-def test_a_fragment_in_the_middle_of_a_document_runs_its_kernel_again():
-    """For B, and delta rules for A, which backward leaves out, and which keep nothing; all of it by hand."""
-    delta, mamba = QWEN.mixer, NEMOTRON.mixer
-    kernel = 32 * (64 * 5 * 128 + 3 * 128 * 128)
-    once, zigzag = work(delta, "zigzag", 2**17, 1), work(delta, "zigzag", 2**17, 8)
-    assert (delta.recurrence.kernel, delta.recurrence.maps) == (kernel, kernel)
-    assert once.products == kernel + 4 * 8192 and zigzag.products == 3 * kernel + 4 * 8192
-    assert once.back == once.products and zigzag.back == 2 * kernel + 4 * 8192
-    assert once.kept == zigzag.kept == delta.kept + delta.recurrence.run and once.states == 0
-    assert zigzag.states == 4 * 2 * 2 * 32 * 128 * 128
-    # 8 groups of B and C, 128 heads of 64 x 128, chunks of 128
-    scan_of_mamba = 8 * 128 * 128 + 128 * (128 * 64 + 2 * 64 * 128)
-    two = work(mamba, "contiguous", 2**17, 2)
-    assert two.products == scan_of_mamba + 4 * 10240
-    assert work(mamba, "contiguous", 2**17, 3).products == 2 * scan_of_mamba + 4 * 10240
-    middle = [each for each in fragments(Layout("contiguous"), 96, 2) if not (each.begins or each.ends)]
-    assert not middle
-
-
-def test_runs_of_a_kernel_and_backwards_through_them_are_as_often_as_counted():
-    """Of each rank's own: threads count apart. Then a rank in the middle of zigzag, and of contiguous."""
-    forward, backward = Counter(), Counter()
-
-    class Noted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, rank, *found):
-            ctx.rank = rank
-            return found
-
-        @staticmethod
-        def backward(ctx, *gradients):
-            backward[ctx.rank] += 1
-            return None, *gradients
-
-    def kernel_of(rank):
-        def rule(q, k, v, *, g, beta, initial_state=None, output_final_state=True):
-            forward[rank] += 1
-            return Noted.apply(rank, *plain.delta_rule(q, k, v, g=g, beta=beta, initial_state=initial_state))
-
-        return kernels.delta_rule(rule)
-
-    x, gradient = rules.tensors("delta rule")
-    for layout, each in (("zigzag", 2), ("contiguous", 1)):
-        forward.clear(), backward.clear()
-        shards = players.played(layout, rules.N, 4)
-        mix = lambda x, own: recurrence(kernel_of(own.topology.rank), x, own)  # noqa: E731
-        players.sharded(mix, x, gradient, shards)
-        own, delta = work(QWEN.mixer, layout, rules.N, 4), QWEN.mixer.recurrence
-        convolution = QWEN.mixer.width * QWEN.mixer.channels
-        assert forward[1] == each * (own.products - convolution) / delta.kernel == 3 * each
-        assert backward[1] == each * (own.back - convolution) / delta.kernel == 2 * each
-
-
-def test_time_of_a_recurrence_counts_backward_apart():
-    """Where products take longer than memory: two gradients of two runs, and a forward of three."""
-    slow = replace(PLACE, rates=replace(H100.rates, memory=1e18))
-    seconds = step(QWEN, replace(WAY, recompute="none"), 2**18, slow).times.compute["gated delta rule"]
-    own = work(QWEN.mixer, "zigzag", 2**18, 16)
-    per_run = seconds / (own.products + 2 * own.back)
-    again = step(QWEN, WAY, 2**18, slow).times.compute["gated delta rule"]
-    assert again / per_run == pytest.approx(2 * (own.products + own.back))
-
-
 def test_attention_counts_in_the_layers_that_have_it():
     """Beside the same sizes in which every layer attends."""
     dense = replace(QWEN, mixer=NONE, without_attention=0)
@@ -344,16 +216,6 @@ def test_attention_counts_in_the_layers_that_have_it():
     assert kept["MLP"] == pytest.approx(24 * 4 * shard.tokens * 21504)
     held = stack(QWEN, replace(WAY, recompute="attention"), 2**18)["kept attention"]
     assert held == pytest.approx(12 * shard_of(QWEN, WAY, 2**18).result_bytes)
-
-
-def test_memory_has_the_fragments_of_the_layout_that_runs():
-    """Of a rank in the middle: two fragments on zigzag, one on contiguous, each with a state and A."""
-    predicted = step(NEMOTRON, replace(WAY, recompute="none"), 2**18, PLACE)
-    zigzag, contiguous = (
-        replace(predicted, attention=replace(predicted.attention, layout=layout)).memory["Mamba 2"]
-        for layout in UNSCATTERED
-    )
-    assert zigzag - contiguous == 24 * 4 * (128 * 64 * 128 + 128)
 
 
 def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
@@ -383,58 +245,19 @@ def _doctor(tmp_path, model, **section):
     return CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json"), *words])
 
 
-FALCON = {
-    "model_type": "falcon_mamba", "num_hidden_layers": 64, "hidden_size": 4096, "intermediate_size": 8192,
-    "state_size": 16, "time_step_rank": 256, "conv_kernel": 4, "expand": 16, "use_bias": False,
-    "use_conv_bias": True, "vocab_size": 65024, "tie_word_embeddings": False}  # fmt: skip
-"""Falcon-Mamba-7B, by its file; 7.27 billion parameters."""
-
-
-def test_a_model_without_attention_is_planned_on_contiguous(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(FALCON))
-    answer = planned(str(tmp_path), "128K", "h100:1x8", None, None)
-    assert answer.model.parameters == 7_272_665_088 and answer.mask == "causal"
-    assert {one.attention.layout for one in answer.ranked} == {"contiguous"}
-    assert {one.way.recompute for one in answer.ranked} <= {"none", "full"}
-    reason = "recompute attention keeps attention, which no layer has"
-    assert reason in {why for _, why in answer.infeasible}
-    for one in answer.ranked:
-        assert not {"ring", "exchange of heads"} & {*one.times.exposed}
-        assert not {"ring buffers", "exchanged heads", "kept attention"} & {*one.memory}
-        assert one.times.compute["attention forward"] == one.times.compute["mlp"] == 0
-    words = text(answer, 3)
-    assert "layers: 0 with attention, 64 with a Mamba 1; each of these has 105 million parameters" in words
-
-
-def test_the_doctor_counts_a_model_without_attention(tmp_path):
-    zoo.config_of("mamba2").save_pretrained(tmp_path)
-    done = _doctor(tmp_path, tmp_path, layout="contiguous")
-    assert done.exit_code == 0, done.output
-    assert "layers: 0 with attention, 2 with a Mamba 2; each of these has " in done.output
-    assert "kernel of attention: none, no layer has attention" in done.output
-    assert "bytes of attention" not in done.output and "step (predicted)" in done.output
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2"])
 def test_the_doctor_tells_layers_and_what_they_send(name, tmp_path):
     config = zoo.config_of(name)
     config.save_pretrained(tmp_path)
-    done = _doctor(tmp_path, tmp_path)
-    assert done.exit_code == 0, done.output
-    kind = sizes_of(config).mixer.kind
+    done = _doctor(tmp_path, tmp_path, layout="contiguous")
+    assert done.exit_code == 0 and "step (predicted)" in done.output, done.output
+    model, attends = sizes_of(config), name != "mamba2"
     (line,) = (line for line in done.output.splitlines() if line.startswith("layers: "))
-    assert line.startswith(f"layers: 1 with attention, 1 with a {kind}; each of these has ")
-    assert ("of a scan of states and" in line) == (
-        name == "qwen3_next"
-    ) and "MB of a halo (predicted)" in line
-    assert "bytes of attention a step and rank, 1 layers" in done.output and "step (predicted)" in done.output
-
-
-def test_the_doctor_refuses_a_striped_layout_as_the_adapter_does(tmp_path):
-    done = _doctor(tmp_path, "qwen3-next-80b-a3b", layout="striped")
-    assert done.exit_code == 2 and len(done.output.splitlines()) == 1
-    assert "refused (layout): layout striped shards neighbouring tokens to different ranks" in done.output
-    assert _doctor(tmp_path, "llama3-8b", layout="striped").exit_code == 0
+    told = f"layers: {model.attending} with attention, {model.mixer.layers} with a {model.mixer.kind};"
+    assert line.startswith(told) and "MB of a halo (predicted)" in line
+    assert ("of a scan of states and" in line) == (name != "lfm2")
+    assert ("bytes of attention a step and rank, 1 layers" in done.output) == attends
+    assert ("kernel of attention: none, no layer has attention" in done.output) == (not attends)
 
 
 KIMI = {
@@ -447,42 +270,29 @@ KIMI = {
 """As the files of Kimi Linear name their sizes."""
 
 
-@pytest.mark.parametrize(
-    ("config", "layers"),
-    [
+def test_layers_are_read_as_makers_name_them():
+    lfm, qwen = (json.loads(zoo.config_of(name).to_json_string()) for name in ("lfm2", "qwen3_next"))
+    unnamed = {"layer_types": None}
+    for config, kinds in (
         (KIMI, (1, 3, "Kimi delta attention")),
-        ({**json.loads(zoo.config_of("lfm2").to_json_string()), "layer_types": None, "full_attn_idxs": [0],
-          "tie_embedding": True}, (1, 1, "short convolution")),
-        ({**json.loads(zoo.config_of("qwen3_next").to_json_string()), "layer_types": None,
-          "num_hidden_layers": 8}, (2, 6, "gated delta rule")),
-    ],
-)  # fmt: skip
-def test_layers_are_read_as_makers_name_them(config, layers):
-    model = from_config(config, "made")
-    assert (model.attending, model.mixer.layers, model.mixer.kind) == layers
+        (lfm | unnamed | {"full_attn_idxs": [0], "tie_embedding": True}, (1, 1, "short convolution")),
+        (qwen | unnamed | {"num_hidden_layers": 8}, (2, 6, "gated delta rule")),
+    ):
+        model = from_config(config, "made")
+        assert (model.attending, model.mixer.layers, model.mixer.kind) == kinds
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_type": "zaya"}, "of bailing_hybrid, .*, zamba2, are not predicted: linear_attention"),
-        (
-            {"linear_num_value_heads": "4"},
-            "linear_num_value_heads must be an integer from 1, got '4'",
-        ),
-        ({"layer_types": None, "full_attention_interval": None}, "does not say which layers have attention"),
-        ({"layer_types": ["linear_attention", "hybrid_sliding"]}, "are not predicted: hybrid_sliding"),
-        ({"num_hidden_layers": 3}, "it names the kinds of 2 layers, and has 3"),
-    ],
-)
-def test_other_configurations_are_refused(changes, words):
-    config = {**json.loads(zoo.config_of("qwen3_next").to_json_string()), **changes}
-    with pytest.raises(ValueError, match=words):
-        from_config(config, "made")
+REFUSED = [
+    ({"model_type": "zaya"}, "of bailing_hybrid, .*, zamba2, are not predicted: linear_attention"),
+    ({"linear_num_value_heads": "4"}, "linear_num_value_heads must be an integer from 1, got '4'"),
+    ({"layer_types": None, "full_attention_interval": None}, "does not say which layers have attention"),
+    ({"layer_types": ["linear_attention", "hybrid_sliding"]}, "are not predicted: hybrid_sliding"),
+    ({"num_hidden_layers": 3}, "it names the kinds of 2 layers, and has 3"),
+]
 
 
-def test_patterns_of_megatron_are_refused():
-    words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 64"
-    for flag in ("layer", "override"):
-        with pytest.raises(ValueError, match="--hybrid-layer-pattern M-M. is not planned"):
-            model_of(f"{words} --hybrid-{flag}-pattern M-M*")
+def test_other_configurations_are_refused():
+    config = json.loads(zoo.config_of("qwen3_next").to_json_string())
+    for changes, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            from_config({**config, **changes}, "made")

@@ -98,12 +98,16 @@ def _model(setting: Setting) -> Any:
     from burst_mcore.megatron import spec
     from burst_mcore.megatron.fused_loss import fuse_loss
 
+    routed = {
+        "num_moe_experts": setting.experts, "moe_router_topk": setting.active,
+        "moe_ffn_hidden_size": setting.expert_ffn, "moe_token_dispatcher_type": "alltoall",
+    }  # fmt: skip
     fields = dict(
         num_layers=setting.layers, hidden_size=setting.hidden, num_attention_heads=setting.heads,
         num_query_groups=setting.kv_heads, ffn_hidden_size=setting.ffn, gated_linear_unit=setting.gated,
         sequence_parallel=setting.tp > 1, bf16=True, params_dtype=torch.bfloat16,
         **({} if setting.gated else {"activation_func": torch.nn.functional.gelu}),
-        **(_routed(setting) if setting.experts else {}),
+        **(routed if setting.experts else {}),
     )  # fmt: skip
     recompute = None if setting.recompute == "none" else "full"
     case = Case(tp=setting.tp, cp=setting.cp, recompute=recompute, fields=tuple(fields.items()))
@@ -116,15 +120,6 @@ def _model(setting: Setting) -> Any:
     if setting.fused_loss:
         fuse_loss(model)
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-
-
-def _routed(setting: Setting) -> dict[str, Any]:
-    return {
-        "num_moe_experts": setting.experts,
-        "moe_router_topk": setting.active,
-        "moe_ffn_hidden_size": setting.expert_ffn,
-        "moe_token_dispatcher_type": "alltoall",
-    }
 
 
 SETTINGS = [

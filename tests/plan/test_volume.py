@@ -1,19 +1,13 @@
-"""Closed formulas for bytes, held against programs by link and dtype, and the bound; what auto takes."""
-
-from dataclasses import replace
-from math import sqrt
+"""Closed formulas for bytes, held against programs by link and dtype."""
 
 import pytest
 import torch
 from volume import Share, least, of_ring
 
-from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.candidates import Question, Ranks, legal_degrees, route_for
-from burst_mcore.attention.choose import decide
+from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
-from burst_mcore.rates import Rates
 from burst_plan.simulate.cost import mean_bytes, message_bytes
 
 DTYPES = {
@@ -64,6 +58,16 @@ def test_the_programs_send_the_bytes_of_the_formulas(ranks):
                 )
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (32, 8), (64, 8), (128, 1)])
+@pytest.mark.parametrize("places", [2, 8, 32, 128, 1024])
+def test_nothing_moves_less_than_the_bound(heads, kv_heads, places):
+    share = _units(heads, kv_heads)
+    for degree in legal_degrees(Ranks(places, places), heads, kv_heads):
+        for pass_ in Pass:
+            moved = sum(of_ring(share, pass_, Route(1, places // degree, degree), places).values())
+            assert moved >= least(share, places) * (1 - 1e-12)
+
+
 @pytest.mark.parametrize(("route", "intra"), [(Route(1, 8, direct=True), 4), (Route(1, 4, 3), 4)])
 def test_what_has_no_closed_formula_is_refused(route, intra):
     with pytest.raises(ValueError, match="no formula for"):
@@ -73,18 +77,6 @@ def test_what_has_no_closed_formula_is_refused(route, intra):
 def _units(heads, kv_heads):
     """A share in units of N d / G numbers, without statistics, gradients twice as wide."""
     return Share(heads=heads, kv_heads=kv_heads, q=1, out=1, kv=2 * kv_heads / heads, statistic=0)
-
-
-def _moved(share, pass_, size, degree=1):
-    """The bytes of a rank on a ring over groups that share heads, to whomever."""
-    return sum(of_ring(share, pass_, Route(1, size // degree, degree), size).values())
-
-
-def test_the_members_of_the_family():
-    share, size = _units(32, 32), 16
-    assert _moved(share, Pass.FORWARD, size) == 2 * 15  # RingAttention
-    assert _moved(share, Pass.QUERY, size) == 2 * 15 + 2 * 14 + 1  # BurstAttention's backward
-    assert _moved(share, Pass.FORWARD, size, size) == 4 * 15 / 16  # Ulysses
 
 
 def _gains(heads, kv_heads, passes, most):
@@ -104,55 +96,3 @@ def test_fewer_bytes_than_the_double_ring():
     """Of forward; and of backward with heads in groups of 8, gradients in float32."""
     assert [*_gains(32, 32, [Pass.FORWARD], 32)] == pytest.approx([4, 16, 25.72], abs=0.005)
     assert [*_gains(64, 8, [Pass.KV, Pass.QUERY], 8)] == pytest.approx([2.67, 5.51, 7.21], abs=0.005)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (32, 8), (64, 8), (128, 1)])
-@pytest.mark.parametrize("places", [2, 8, 32, 128, 1024])
-def test_nothing_moves_less_than_the_bound(heads, kv_heads, places):
-    share = _units(heads, kv_heads)
-    of_bound, degrees = least(share, places), legal_degrees(Ranks(places, places), heads, kv_heads)
-    assert degrees
-    for degree in degrees:
-        for pass_ in Pass:
-            assert _moved(share, pass_, places, degree) >= of_bound * (1 - 1e-12)
-
-
-def test_shared_heads_meet_the_bound():
-    share = _units(32, 32)
-    assert least(share, 32) == _moved(share, Pass.FORWARD, 32, 32)
-    for size in (2**14, 2**20):  # 4 N d / sqrt(r h G), less the rows that are there
-        assert least(share, size) == pytest.approx(4 * sqrt(size / 32) - 4 / 32)
-        grouped = _units(32, 8)
-        assert least(grouped, size) == pytest.approx(4 * sqrt(size / 32), rel=1e-2)
-
-
-HIDES = Rates(intra=400e9, inter=100e9, compute=400e12)
-"""Links that are fast beside the kernel, at 16K tokens a rank."""
-
-
-def _route(ranks, rates, **config):
-    shard = Shard(
-        batch=1, tokens=2**14, heads=32, kv_heads=8, head_dim=128, value_dim=128, dtype=torch.bfloat16
-    )
-    config = BurstConfig(ring="double", **config)
-    n = 2**14 * ranks.size
-    return decide(config, Question(shard, Layout("zigzag"), Mask.causal(), n, ranks, rates)).route
-
-
-@pytest.mark.parametrize("ranks", [Ranks(8, 8), Ranks(16, 4), Ranks(32, 8)], ids=str)
-def test_auto_leaves_heads_in_the_node_where_bytes_are_hidden(ranks):
-    """The route, and with it the program and its CPU seconds, is the one without a placement to choose."""
-    assert _route(ranks, HIDES) == Route(ranks.size // ranks.intra, ranks.intra)  # of itself, a ring
-    for degree in (1, 2, 4, "auto"):
-        inner = _route(ranks, HIDES, head_parallel=degree, head_placement="inner")
-        assert not inner.outer and _route(ranks, HIDES, head_parallel=degree) == inner
-
-
-@pytest.mark.parametrize("rates", [HIDES, replace(HIDES, intra=4e9)], ids=["fast links", "slow links"])
-def test_one_node_has_no_outer_heads_by_itself(rates):
-    for degree in ("auto", 2, 4):
-        assert not _route(Ranks(8, 8), rates, head_parallel=degree).outer
-
-
-def test_auto_takes_heads_across_nodes_where_links_between_them_are_slow():
-    assert _route(Ranks(32, 8), replace(HIDES, inter=0.3e9), head_parallel="auto").outer

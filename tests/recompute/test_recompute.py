@@ -1,18 +1,15 @@
 """Recompute policies in one process: what is kept and freed, in whatever order calls come back."""
 
 import contextlib
-import copy
-import functools
 import gc
-import pickle
 import weakref
-from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 
 import pytest
 import torch
 import torch.utils.checkpoint as torchs
 from cells import crossed
+from kernel_calls import rows_of_kernel_calls
 from torch import nn
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
@@ -22,14 +19,11 @@ from burst_mcore.checkpointing import (
     Full,
     KeepAttention,
     Offload,
-    Policy,
     RecomputeError,
     Segment,
     checkpoint,
-    offload,
     recorded,
 )
-from burst_mcore.checkpointing import policy as policies
 
 N, HEADS, DIM = 32, 2, 8
 POLICIES = {
@@ -93,8 +87,10 @@ def _assert_equal(layers, inputs, want):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("order", ["first in, first out", "last in, first out", "1F1B"])
+@pytest.mark.parametrize(
+    ("order", "reentrant"),
+    [("first in, first out", False), ("last in, first out", True), ("1F1B", False), ("1F1B", True)],
+)
 def test_microbatches_in_flight_with_eval_forwards_in_between(policy, reentrant, order):
     layers = [Layer(0, 1), Layer(1, 2)]
     want = _wanted(layers, range(4))
@@ -129,7 +125,7 @@ def test_several_calls_in_one_checkpoint_and_one_in_another(policy, reentrant):
     layers = [Layer(0, 1), Layer(1, 2), Layer(2, 3)]
     layers[1].times = 2
     want = _wanted(layers, [0])
-    one = functools.partial(checkpoint, policy=POLICIES[policy], use_reentrant=reentrant)
+    one = partial(checkpoint, policy=POLICIES[policy], use_reentrant=reentrant)
     x = _input(0)
     one(lambda y: layers[2](one(lambda z: layers[1](one(layers[0], z)), y)), x).square().sum().backward()
     _assert_equal(layers, [x], want)
@@ -138,17 +134,8 @@ def test_several_calls_in_one_checkpoint_and_one_in_another(policy, reentrant):
 @pytest.fixture
 def forwards(monkeypatch):
     """Rows of queries of each call of the kernel."""
-    rows, kernel = [], KERNELS["aten-cpu"]
-
-    def watched(q, *args):
-        rows.append(q.shape[1])
-        return forward(q, *args)
-
-    forward = kernel.forward
-    monkeypatch.setitem(KERNELS, "aten-cpu", replace(kernel, forward=watched))
-    choose.cache_clear()
-    call_of.cache_clear()
-    yield rows
+    monkeypatch.setitem(KERNELS, "aten-cpu", KERNELS["aten-cpu"])
+    yield rows_of_kernel_calls()
     choose.cache_clear()
     call_of.cache_clear()
 
@@ -174,35 +161,22 @@ def test_a_second_backward_computes_all_again(forwards, reentrant):
     _assert_equal([layer], [x], want)
 
 
-def test_dropout_elsewhere_in_the_layer():
-    layer = Layer(dropout=0.5)
-    got = []
-    for policy in (None, Segment(0.5), KeepAttention()):
+@pytest.mark.parametrize("cast", [False, True])
+def test_dropout_elsewhere_in_the_layer_and_autocast(cast):
+    layer, got = Layer(dropout=0.5), []
+    for policy in (None, KeepAttention(), Segment(0.5)):
         torch.manual_seed(7)
         layer.zero_grad()
         x = _input(0)
-        out = layer(x) if policy is None else checkpoint(layer, x, policy=policy)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            out = layer(x) if policy is None else checkpoint(layer, x, policy=policy)
         torch.manual_seed(8)
         out.square().sum().backward()
-        got.append([out, *_gradients([layer], [x])])
+        got.append([out, *(g.clone() for g in _gradients([layer], [x]))])
+    limit = dict(rtol=0.05, atol=0.05) if cast else dict(rtol=2e-5, atol=2e-6)
     for other in got[1:]:
         for a, b in zip(other, got[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
-
-
-def test_autocast():
-    layer = Layer()
-    got = []
-    for policy in (None, KeepAttention(), Segment(0.5)):
-        layer.zero_grad()
-        x = _input(0)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = layer(x) if policy is None else checkpoint(layer, x, policy=policy)
-        out.square().sum().backward()
-        got.append([g.clone() for g in _gradients([layer], [x])])
-    assert all(map(torch.equal, got[0], got[1]))
-    for a, b in zip(got[0], got[2], strict=True):
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+            torch.testing.assert_close(a, b, **limit)
 
 
 @pytest.mark.parametrize(
@@ -284,20 +258,6 @@ def test_what_is_kept_is_freed_as_soon_as_it_is_used(policy):
     assert not any(ref() is not None for ref in seen)
 
 
-def test_what_is_kept_of_all_is_no_copy():
-    (policy, _, kept), outs = _watched(KeepAttention()), []
-
-    def attend(q):
-        outs.append(
-            burst_attention(q, q, q, topology=Topology.single(), mask=Mask.causal(), config=BurstConfig())
-        )
-        return outs[0]
-
-    checkpoint(attend, torch.randn(1, N, HEADS, DIM, requires_grad=True), policy=policy)
-    assert kept[0][0] == (outs[0].data_ptr(), (1, N, HEADS, DIM))
-    assert kept[0][1][1] == (1, HEADS, N)
-
-
 def test_an_output_that_is_written_to_is_noticed():
     def attend(q):
         return burst_attention(q, q, q, topology=Topology.single(), mask=Mask.causal()).mul_(2)
@@ -319,15 +279,17 @@ def _forgetful(layer, first, second):
 
 
 @pytest.mark.parametrize("policy", [Full(), Segment(0.5)], ids=["full", "segment"])
-def test_other_calls_in_the_recomputation_are_an_error(policy):
-    out = checkpoint(_forgetful(Layer(), 1, 2), _input(0), policy=policy, use_reentrant=True)
-    with pytest.raises(RecomputeError, match=r"call 2 .*_forgetful.* has no record: its forward made 1"):
-        out.sum().backward()
-    out = checkpoint(_forgetful(Layer(), 2, 1), _input(0), policy=policy, use_reentrant=True)
-    with pytest.raises(RecomputeError, match="made 1 calls of burst_attention, but its forward made 2"):
-        out.sum().backward()
-    out = checkpoint(_forgetful(Layer(), 1, 2), _input(0), policy=policy, early_stop=False)
-    with pytest.raises(RuntimeError, match=r"has no record|trying to save more tensors"):  # who comes first
+@pytest.mark.parametrize(
+    ("runs", "options", "words"),
+    [
+        ((1, 2), {"use_reentrant": True}, r"call 2 .*_forgetful.* has no record: its forward made 1"),
+        ((2, 1), {"use_reentrant": True}, "made 1 calls of burst_attention, but its forward made 2"),
+        ((1, 2), {"early_stop": False}, r"has no record|trying to save more tensors"),  # who comes first
+    ],
+)
+def test_other_calls_in_the_recomputation_are_an_error(policy, runs, options, words):
+    out = checkpoint(_forgetful(Layer(), *runs), _input(0), policy=policy, **options)
+    with pytest.raises(RuntimeError, match=words):
         out.sum().backward()
 
 
@@ -356,19 +318,18 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("policy", [Full(), KeepAttention(), Segment(0.5)], ids=["full", "keep", "segment"])
-def test_another_attention_in_the_recomputation_is_an_error(what, policy):
-    runs = iter([{}, CHANGES[what]])
-
+def test_another_attention_in_the_recomputation_is_an_error(what):
     def attend(q):
         asked = {"mask": Mask.causal(), **next(runs)}
         k = q[:, :, : asked.pop("kv_heads", HEADS)]
         return burst_attention(q, k, k, topology=Topology.single(), **asked)
 
     x = torch.randn(1, N, HEADS, DIM, requires_grad=True)
-    out = checkpoint(attend, x, policy=policy, use_reentrant=True)
-    with pytest.raises(RecomputeError, match=f"another than in its forward: {what} .*, not "):
-        out.sum().backward()
+    for policy in (Full(), KeepAttention(), Segment(0.5)):
+        runs = iter([{}, CHANGES[what]])
+        out = checkpoint(attend, x, policy=policy, use_reentrant=True)
+        with pytest.raises(RecomputeError, match=f"another than in its forward: {what} .*, not "):
+            out.sum().backward()
 
 
 def _documents_change(checkpointed):
@@ -395,14 +356,6 @@ def test_documents_that_change_before_a_full_recomputation_are_an_error(checkpoi
         _documents_change(checkpointed)
 
 
-def test_a_checkpoint_in_a_compiled_function_is_one_graph():
-    layer, x = Layer(), _input(0)
-    want = _wanted([layer], [0])
-    run = torch.compile(lambda y: checkpoint(layer, y), backend="aot_eager", fullgraph=True)
-    run(x).square().sum().backward()
-    _assert_equal([layer], [x], want)
-
-
 def _alive():
     """Bytes of all tensors that Python holds."""
     gc.collect()
@@ -427,14 +380,6 @@ def test_a_full_recomputation_costs_as_much_as_torchs_own(forwards, reentrant):
     assert costs[:2] == costs[2:] and costs[1] == [N] * 4 and costs[0] > 0
 
 
-def test_copies_of_policies_begin_anew():
-    for policy in (Segment("auto", memory_gb=1), Offload(Segment("auto", memory_gb=1))):
-        checkpoint(Layer(), _input(0), policy=policy).sum()  # in flight
-        for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
-            assert copied == policy
-            assert getattr(copied, "policy", copied)._live.calls == 0
-
-
 def test_recorded_is_for_one_call():
     layer, x = Layer(), _input(0)
     run = recorded(layer, Segment(0.5))
@@ -445,15 +390,10 @@ def test_recorded_is_for_one_call():
         assert recorded(layer, Segment(0.5)) is layer  # nothing would come back for it
 
 
-@pytest.mark.parametrize("keep", [-0.5, 1.5, float("nan"), None, True])
-def test_shares_that_are_none(keep):
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        Segment(keep)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        *((partial(Segment, keep), "from 0 to 1") for keep in (-0.5, 1.5, float("nan"), None, True)),
         (lambda: Segment("most"), "or 'auto', got 'most'"),
         (lambda: Segment("auto"), "needs memory_gb"),
         (lambda: Segment("auto", memory_gb=0), "above 0; got 0"),
@@ -491,61 +431,3 @@ def test_auto_takes_the_largest_share_that_fits():
     del outs, y
     gc.collect()
     assert policy._live.calls == policy._live.bytes == 0
-
-
-def test_offload_sends_for_what_is_needed_next(monkeypatch):
-    """The order, on tensors that only count as CUDA's; copies themselves are tested on a GPU."""
-    fetched = []
-    monkeypatch.setattr(policies.OffloadedResults, "fetch", lambda self: fetched.append(self.number))
-    before, made = None, []
-    for number in range(3):
-        one = policies.OffloadedResults.__new__(policies.OffloadedResults)
-        one.number, one._here, one._cut, one._before = number, [], 0, before
-        made.append(one)
-        before = weakref.ref(one)
-    for one in reversed(made):
-        one.take()
-    assert fetched == [2, 1, 1, 0, 0]
-
-
-@pytest.mark.parametrize("policy", [KeepAttention(), Segment(0.5)], ids=str)
-def test_what_is_offloaded_comes_back_one_call_ahead(policy, monkeypatch):
-    # With plain copies in the place of those between device and host: tests/gpu has the real ones.
-    layers, seeds, log = [Layer(i) for i in range(3)], [1, 2], []
-    want = _wanted(layers, seeds)
-    order, alive = {}, []
-
-    def sent(x):
-        host = x.clone()
-        order[host.data_ptr()] = len(order)
-        alive.append(host)  # so that no other has its address
-        x.fill_(torch.nan) if isinstance(policy, Segment) else None  # its memory may be used by others
-        return host
-
-    def fetched(host, device):
-        log.append(("fetched", order[host.data_ptr()]))
-        return host
-
-    monkeypatch.setattr(policies, "may_move", lambda kept: True)
-    monkeypatch.setattr(offload, "_sent", sent)
-    monkeypatch.setattr(offload, "_fetched", fetched)
-    monkeypatch.setattr(offload, "_await", lambda x: log.append(("used", order[x.data_ptr()])))
-    offloaded, inputs = Offload(policy), [_input(seed) for seed in seeds]
-    for x in inputs:
-        y = x
-        for layer in layers:
-            y = checkpoint(layer, y, policy=offloaded)
-        y.square().sum().backward()
-    for got, wanted in zip(_gradients(layers, inputs), want, strict=True):
-        torch.testing.assert_close(got, wanted)
-    assert sorted(n for what, n in log if what == "fetched") == [*range(len(order))]  # each once
-    calls = [[n for what, n in log if what == "used"][i : i + 2] for i in range(0, len(order), 2)]
-    assert calls == [[4, 5], [2, 3], [0, 1], [10, 11], [8, 9], [6, 7]]  # out and lse, backwards
-    for used, ahead in pairwise(calls[:3]):  # on its way before the next call asks for it
-        assert log.index(("fetched", ahead[0])) > log.index(("used", used[0]))
-        assert log.index(("fetched", ahead[1])) < log.index(("used", ahead[0]))
-
-
-def test_a_policy_says_how_much_is_kept():
-    with pytest.raises(TypeError, match="abstract method 'share'"):
-        Policy()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from dense import Result, assert_as_exact_as, dense, problem, single_kernel
 from ranks import processes
-from test_masks_on_rings import DTYPES, _case, _gathered
+from sharded import whole
+from test_masks_on_rings import DTYPES, random_call
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.candidates import Ranks
@@ -45,7 +46,7 @@ def _samples(rank, size, intra, seeds):
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
     for seed in seeds:
         draw = random.Random(seed)
-        p, mask, config = _case(draw, Ranks(size, intra), draw.choice(DTYPES))
+        p, mask, config = random_call(draw, Ranks(size, intra), draw.choice(DTYPES))
         policy = draw.choice((Full(), KeepAttention(), *(Segment(draw.random()) for _ in range(4))))
         given = p, mask, rank, size, config, topology
         try:
@@ -56,11 +57,11 @@ def _samples(rank, size, intra, seeds):
             # Nothing is tiled differently. Reentrant, torch gives lse a gradient of zeros.
             if not (isinstance(policy, Segment) or reentrant):
                 assert all(map(torch.equal, got, plain))
-            whole = _gathered(got, size, config.layout)
+            gathered = Result(*(whole(x, size, config.layout) for x in got))
             # With a gradient of lse, backward forms scores of 8 more columns than forward its lse: where a
             # row sees one key, exp(score - lse) is not 1 but rounded.
             bar, roundings = single_kernel(p, KERNELS["aten-cpu"], mask), 2 if reentrant else 1
-            assert_as_exact_as(whole, bar, dense(p, mask), roundings=roundings)
+            assert_as_exact_as(gathered, bar, dense(p, mask), roundings=roundings)
         except Exception as error:
             raise AssertionError(
                 f"seed {seed}: n={p.q.shape[1]} {mask} {config} {policy}: {error}"

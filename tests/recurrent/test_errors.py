@@ -7,8 +7,8 @@ import pytest
 import torch
 from players import alone, error
 from ranks import processes
-from rules import RULES, N, V, tensors
-from torch.distributed import group
+from rules import RULES, N, V, learned, tensors
+from torch.distributed import group, new_group
 from torch.nn.functional import conv1d, pad
 
 from burst_mcore import Layout, Topology, shard
@@ -76,6 +76,11 @@ def shards_of(size, ends=(), tokens=N):
     return Shards(topology, CONTIGUOUS, tokens, ends)
 
 
+def anew(size):
+    """Shards of a group of their own: none of its calls goes ahead because of an earlier one."""
+    return replace(shards_of(size), topology=Topology.from_group(new_group(range(size)), intra_size=size))
+
+
 def of_one_rank(kind, here, shards):
     """(kernel, shards, further arguments) with the fault of a kind on the rank where it is."""
     if not here:
@@ -102,18 +107,21 @@ WORDS = {
 }
 
 
-def before_the_exchange(rank, size, kind):
-    """Two batches, of which rank 1, whose fragment is in the middle, refuses the first."""
-    shards = shards_of(size)
-    kernel, own, more = of_one_rank(kind, rank == 1, shards)
-    return step(kernel, 0, own, **more), step(RULE, 1, shards), step(RULE, 2, shards)
+def before_the_exchange(rank, size):
+    """By kind: two batches, of which rank 1, whose fragment is in the middle, refuses the first."""
+    found = {}
+    for kind in WORDS:
+        shards = anew(size)
+        kernel, own, more = of_one_rank(kind, rank == 1, shards)
+        found[kind] = step(kernel, 0, own, **more), step(RULE, 1, shards), step(RULE, 2, shards)
+    return found
 
 
-@pytest.mark.parametrize("kind", WORDS)
-def test_an_error_before_the_exchange_is_told_and_the_next_batch_is_right(kind):
-    for rank, (first, *later) in enumerate(processes(3, before_the_exchange, kind)):
+def test_an_error_before_the_exchange_is_told_and_the_next_batch_is_right():
+    for rank, found in enumerate(processes(3, before_the_exchange)):
         told = "" if rank == 1 else "ValueError: rank 1 of the ring refused this call: "
-        assert first.startswith(f"{told}{WORDS[kind]}") and later == [True, True], (rank, first, later)
+        for kind, (first, *later) in found.items():
+            assert first.startswith(f"{told}{WORDS[kind]}") and later == [True, True], (rank, first, later)
 
 
 def in_a_call_that_went_ahead(rank, size):
@@ -178,39 +186,36 @@ def test_errors_of_one_rank_in_a_convolution_are_told_too():
         )
 
 
-def in_backward(rank, size, kind):
-    """Rank 1's run of the middle raises in backward; or rank 1 alone wants second derivatives."""
-    fails, shards = kind == "kernel" and rank == 1, shards_of(size)
-
-    def run(x, state):
-        out, final = RULE.run(x, state)
-        return Backward.apply(out) if fails else out, final
-
-    _, own = batch(0, rank, size)
-    if kind == "halo":
-        own = own[2:3]
-        out = convolution(convolve, own[0][:, :, 0].mT, 4, shards, -1)
-    else:
-        out = recurrence(replace(RULE, run=run), own, shards)
-    try:
-        torch.autograd.grad(out.sum(), own, create_graph=kind != "kernel" and rank == 1)
-    except (RuntimeError, ValueError) as problem:
-        return f"{type(problem).__name__}: {problem}", step(RULE, 1, shards)
-    return None
+SECOND = "RuntimeError: recurrences and convolutions over shards have no second derivative"
+IN_BACKWARD = {"kernel": f"OutOfMemoryError: {FULL}", "create_graph": SECOND, "halo": SECOND}
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("kernel", f"OutOfMemoryError: {FULL}"),
-        ("create_graph", "RuntimeError: recurrences and convolutions over shards have no second derivative"),
-        ("halo", "RuntimeError: recurrences and convolutions over shards have no second derivative"),
-    ],
-)
-def test_an_error_in_backward_before_its_exchange_is_told_and_the_next_batch_is_right(kind, words):
-    for rank, (first, later) in enumerate(processes(3, in_backward, kind)):
-        assert first == ("" if rank == 1 else "ValueError: rank 1 of the ring refused this call: ") + words
-        assert later is True, (rank, later)
+def in_backward(rank, size):
+    """By kind: rank 1's run of the middle raises in backward; or rank 1 alone wants second derivatives."""
+    shards, found = shards_of(size), {}
+    for kind in IN_BACKWARD:
+        fails = kind == "kernel" and rank == 1
+
+        def run(x, state, fails=fails):
+            out, final = RULE.run(x, state)
+            return Backward.apply(out) if fails else out, final
+
+        _, own = batch(0, rank, size)
+        if kind == "halo":
+            own = own[2:3]
+            out = convolution(convolve, own[0][:, :, 0].mT, 4, shards, -1)
+        else:
+            out = recurrence(replace(RULE, run=run), own, shards)
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            torch.autograd.grad(out.sum(), own, create_graph=kind != "kernel" and rank == 1)
+        found[kind] = f"{caught.type.__name__}: {caught.value}", step(RULE, 1, shards)
+    return found
+
+
+def test_an_error_in_backward_before_its_exchange_is_told_and_the_next_batch_is_right():
+    for rank, found in enumerate(processes(3, in_backward)):
+        told = "" if rank == 1 else "ValueError: rank 1 of the ring refused this call: "
+        assert found == {kind: (told + words, True) for kind, words in IN_BACKWARD.items()}, rank
 
 
 def without_tokens(rank, size):
@@ -244,21 +249,40 @@ def test_an_error_in_a_call_in_which_no_rank_exchanges_is_that_of_its_rank_alone
     assert found[1][0].startswith(WORDS["tokens"]) and found[1][1:] == (True, True)
 
 
-def under_no_grad(rank, size, kind):
-    shards = shards_of(size)
+NO_GRADIENT = "gradient wanted: True on ranks [0, 2], False on ranks [1]"
+DIFFERING = {
+    "no_grad": NO_GRADIENT,
+    "no_grad, convolution": NO_GRADIENT,
+    "documents": "documents: ",
+    "a parameter that is not named": "gradient wanted: True on ranks [0], False on ranks [1, 2]",
+}
+"""What a rank does otherwise, and what all are told."""
+
+
+def differing(rank, size):
+    """By kind: what this rank is told, and whether its next batch is right."""
+    found = {}
     _, own = batch(0, rank, size)
-    with torch.set_grad_enabled(rank != 1), pytest.raises(ValueError) as caught:
-        if kind == "recurrence":
-            recurrence(RULE, own, shards)
-        else:
-            convolution(convolve, own[2][:, :, 0].mT, 4, shards, -1)
-    return str(caught.value), step(RULE, 1, shards)
+    mamba, x, _ = learned("Mamba 2")
+    of_mamba = tuple(rows(each, rank, size).detach() for each in x)
+    calls = (
+        lambda shards: recurrence(RULE, own, shards),
+        lambda shards: convolution(convolve, own[2][:, :, 0].mT, 4, shards, -1),
+        lambda shards: recurrence(RULE, own, replace(shards, ends=(0, 20 + (rank == 1), N))),
+        lambda shards: recurrence(replace(mamba, parameters=()), of_mamba, shards),
+    )
+    for kind, call in zip(DIFFERING, calls, strict=True):
+        gradients, shards = rank != 1 or "no_grad" not in kind, anew(size)
+        with torch.set_grad_enabled(gradients), pytest.raises(ValueError) as caught:
+            call(shards)
+        found[kind] = str(caught.value), step(RULE, 1, shards)
+    return found
 
 
-@pytest.mark.parametrize("kind", ["recurrence", "convolution"])
-def test_a_rank_under_no_grad_is_named_in_forward(kind):
-    for words, later in processes(3, under_no_grad, kind):
-        assert "gradient wanted: True on ranks [0, 2], False on ranks [1]" in words and later is True
+def test_ranks_that_differ_are_told_before_the_exchange():
+    for found in processes(3, differing):
+        for kind, (words, later) in found.items():
+            assert DIFFERING[kind] in words and later is True, (kind, words)
 
 
 def gradients_without_tokens(rank, size):

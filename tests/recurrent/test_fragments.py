@@ -3,16 +3,13 @@
 import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from masks import random_layout
-from verified import brought
 
 from burst_mcore import Layout
 from burst_mcore.layout import positions
 from burst_mcore.recurrent.fragments import chains, fragments
-from burst_mcore.recurrent.halo import halo
 
 
 def sharded(draw):
@@ -48,19 +45,6 @@ def test_fragments_hold_each_token_once_and_lie_within_documents(case):
         assert [f.ends for f in chain] == [False] * (len(chain) - 1) + [True]
 
 
-@given(cases, st.integers(1, 9))
-def test_a_halo_has_the_rows_before_each_fragment(case, reach):
-    layout, tokens, size, ends = case
-    exchange = halo(layout, tokens, size, size, ends, reach=reach)
-    held = [positions(tokens, rank=rank, size=size, layout=layout).tolist() for rank in range(size)]
-    for rank in range(size):
-        own = [f for f in fragments(*case) if f.rank == rank]
-        got = brought(exchange, rank, reach * len(own), held)
-        begin = {f: max(e for e in ends if e <= f.start) for f in own}
-        want = [t if t >= begin[f] else -1 for f in own for t in range(f.start - reach, f.start)]
-        assert got == want
-
-
 def test_zigzag_has_two_fragments_a_rank_and_a_document_cuts_them():
     assert " ".join(map(str, fragments(Layout("zigzag"), 32, 4, (0, 5, 32)))) == (
         "[0:4)@0 (4:5]@1 [5:8)@1 (8:12)@2 (12:20)@3 (20:24)@2 (24:28)@1 (28:32]@0"
@@ -78,10 +62,3 @@ def test_a_layout_of_single_tokens_and_documents_that_do_not_fit_are_refused():
     for ends in ((0, 8), (4, 32), (0, 20, 10, 32)):
         with pytest.raises(ValueError, match="from 0 to the 32 tokens"):
             fragments(Layout("zigzag"), 32, 4, ends)
-
-
-def test_many_documents_are_cut_in_little_time():
-    ends = tuple(range(0, 2**20 + 1, 2**7))
-    assert len(fragments(Layout("zigzag"), 2**20, 64, ends)) == 2**13
-    assert not chains(Layout("zigzag"), 2**20, 64, ends)
-    assert torch.tensor([f.begins and f.ends for f in fragments(Layout("zigzag"), 2**20, 64, ends)]).all()

@@ -21,9 +21,8 @@ from torch.nn.functional import conv1d, pad
 from torch.utils.checkpoint import checkpoint
 
 from burst_mcore import Layout, Topology, shard
-from burst_mcore.recurrent import Shards, convolution, exchange, recurrence, scan, sequence
+from burst_mcore.recurrent import Shards, convolution, exchange, recurrence
 from burst_mcore.recurrent.bound import _served
-from burst_mcore.recurrent.fragments import chains
 from burst_mcore.recurrent.kernels import LAST, delta_rule, elementwise, gated, linear_attention, mamba2
 
 
@@ -40,9 +39,8 @@ def compared(name, layout, n, size, ends=(), intra=0, dtype=torch.float64):
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ends", [(), (0, 5, 6, 29, N)])
-@pytest.mark.parametrize("dtype", EXACT)
-def test_every_recurrence(name, layout, ends, dtype):
-    assert compared(name, layout, N, 4, ends, 2, dtype) < EXACT[dtype]
+def test_every_recurrence(name, layout, ends):
+    assert compared(name, layout, N, 4, ends, 2) < EXACT[torch.float64]
 
 
 def test_linear_attention_in_chunks_is_that_of_its_tokens():
@@ -183,16 +181,6 @@ def test_gates_in_float32_beside_tensors_in_bfloat16(name):
         assert error([ours.double()], [exactly]) <= bar
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_two_runs_are_equal_bit_for_bit(name):
-    rule, (x, gradient) = RULES[name], tensors(name, dtype=torch.float32)
-    one, other = (
-        sharded(partial(whole, rule), x, gradient, played("zigzag", N, 4, (0, 5, N), 2), rule.dim)
-        for _ in range(2)
-    )
-    assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize(("layout", "size"), [("zigzag", 4), ("contiguous", 5), ("block-striped:15", 3)])
 def test_megatrons_delta_rule_in_torch(layout, size):
     """In float32, as it computes whatever comes."""
@@ -246,61 +234,9 @@ def test_a_convolution_over_any_layout_and_any_documents(seed, width):
     assert convolved(layout, n, size, ends, width) < 1e-11
 
 
-def test_a_halo_one_row_short_is_wrong():
-    assert convolved("zigzag", N, 3, (0, 20, N), 4, reads=3) > 1e-3
-
-
-def test_states_that_pass_from_one_document_to_the_next_are_wrong():
-    rule, (x, gradient) = RULES["delta rule"], tensors("delta rule")
-    found = sharded(partial(whole, rule), x, gradient, played("zigzag", N, 4))
-    assert error(found, alone(lambda own: rule.run(own, None)[0], x, gradient, (0, 20, N))) > 1e-3
-
-
-def test_maps_composed_the_wrong_way_round_are_wrong(monkeypatch):
-    composed = RULES["delta rule"].algebra.composed
-    monkeypatch.setattr(
-        type(RULES["delta rule"].algebra),
-        "composed",
-        lambda self, later, earlier: (
-            composed(earlier, later) if earlier.decay is not None else composed(later, earlier)
-        ),
-    )
-    assert compared("delta rule", "contiguous", N, 6) > 1e-3
-
-
-def test_fragments_in_another_order_are_wrong(monkeypatch):
-    """The third and the fourth of the document change places, on all ranks."""
-
-    def swapped(*sharded):
-        return tuple((*chain[:2], chain[3], chain[2], *chain[4:]) for chain in chains(*sharded))
-
-    for module in (scan, sequence):
-        monkeypatch.setattr(module, "chains", swapped)
-    for name in ("scan", "_own"):  # without what they remember
-        monkeypatch.setattr(sequence, name, getattr(sequence, name).__wrapped__)
-    assert compared("delta rule", "zigzag", N, 4) > 1e-3
-
-
 def test_a_rank_without_tokens_takes_part_in_every_exchange():
     assert compared("delta rule", "contiguous", 3, 6) < 1e-11
     assert convolved("contiguous", 3, 6, (0, 3), 4) < 1e-11
-
-
-def test_a_checkpoint_of_a_convolution_alone_is_made_again_by_a_rank_without_tokens():
-    x, gradient = torch.randn(
-        2, 1, 2, 3, dtype=torch.float64
-    )  # [values and gradient, batch, channels, tokens]
-    weight = torch.rand(2, 1, 3, dtype=torch.float64)
-
-    def alone_in_it(own, shards):
-        def convolved_(y):
-            return convolution(lambda z: conv1d(pad(z, (2, 0)), weight, groups=2), y, 3, shards, 2)
-
-        return checkpoint(convolved_, *own, use_reentrant=False)
-
-    found = sharded(alone_in_it, (x,), gradient, played("contiguous", 3, 6), 2)
-    want = alone(lambda own: conv1d(pad(own[0], (2, 0)), weight, groups=2), (x,), gradient, (0, 3), 2)
-    assert error(found, want) < 1e-11
 
 
 def test_outputs_and_states_may_be_written_over():
@@ -334,14 +270,6 @@ def test_gradients_of_gradients_are_refused():
 
     for function in (partial(whole, RULES["delta rule"]), convolved_values):
         threads(2, partial(rank, function=function))
-
-
-def test_tensors_of_other_tokens_are_refused():
-    (shards, *_) = played("zigzag", N, 4)
-    with pytest.raises(ValueError, match="shards rank 0 12 of 48 tokens, along dimension 1, got"):
-        recurrence(RULES["delta rule"], tensors("delta rule")[0], shards)
-    with pytest.raises(ValueError, match="convolution: layout zigzag shards rank 0 12 of 48"):
-        convolution(lambda x: x, torch.randn(1, 3, 7), 4, shards, dim=-1)
 
 
 def test_bytes_sent_are_those_counted():
@@ -456,18 +384,6 @@ def test_options_of_a_mixer_that_a_kernel_over_shards_would_not_get_are_refused(
         _served(chunk_kda, of_model | given, LAST, *known)
 
 
-def differing(rank, size):
-    topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
-    ends = (0, 20, N) if rank else (0, 21, N)
-    x = tuple(shard(each, 1, rank=rank, size=size) for each in tensors("delta rule")[0])
-    with pytest.raises(ValueError, match="documents"):
-        recurrence(RULES["delta rule"], x, Shards(topology, Layout("zigzag"), N, ends))
-
-
-def test_documents_that_differ_between_ranks_are_refused_on_all():
-    processes(2, differing)
-
-
 def alone_trained(rank, size, layout):
     """The largest error of each tensor's and parameter's gradient, where nothing else needs one."""
     topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
@@ -493,20 +409,6 @@ def test_one_tensor_or_parameter_alone_is_trained(layout):
     """A rank that only ends documents makes no state, and takes part in backward all the same."""
     for errors in processes(2, alone_trained, layout):
         assert len(errors) == 5 + 7 and max(errors.values()) < 1e-11, errors
-
-
-def unnamed(rank, size):
-    """A recurrence that does not name the parameter that is trained: rank 1 makes no state of it."""
-    topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=size)
-    rule, x, (decay, *_) = learned("Mamba 2")
-    own = tuple(shard(each, 1, rank=rank, size=size, layout="contiguous").detach() for each in x)
-    with pytest.raises(ValueError, match=r"gradient wanted: True on ranks \[0\], False on ranks \[1\]"):
-        recurrence(replace(rule, parameters=()), own, Shards(topology, Layout("contiguous"), N))
-    return decay.requires_grad
-
-
-def test_a_parameter_that_a_recurrence_does_not_name_is_refused_on_all_ranks():
-    assert processes(2, unnamed) == [True, True]
 
 
 def without_a_state(q, k, v, g, beta, **_):

@@ -1,18 +1,15 @@
-"""The scan's programs: verified for any owners, their bytes against a formula, and mutants that fail."""
+"""The scan's programs: who takes part, how they print, and their bytes against a formula."""
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verified import verify_scan
 
 from burst_mcore import Layout
-from burst_mcore.attention.schedule.actions import Recv, Send
+from burst_mcore.attention.schedule.actions import Send
 from burst_mcore.recurrent.fragments import chains
-from burst_mcore.recurrent.programs import Compose, Span
 from burst_mcore.recurrent.scan import scan, scan_of
 
 STATE = 32 * 128 * 128 * 4
@@ -28,45 +25,11 @@ def drawn(seed):
 
 
 @given(st.integers(0, 2**32))
-def test_every_fragment_gets_the_state_before_it(seed):
+def test_who_has_no_fragment_takes_no_part(seed):
     owners, size, intra = drawn(seed)
     exchange = scan_of(owners, size, intra)
-    verify_scan(exchange, owners)
     taking_part = {rank for chain in owners for rank in chain}
     assert all(not program for rank, program in enumerate(exchange.programs) if rank not in taking_part)
-
-
-@given(st.integers(0, 2**32))
-def test_a_program_without_one_of_its_messages_fails(seed):
-    owners, size, intra = drawn(seed)
-    exchange = scan_of(owners, size, intra)
-    places = [
-        (rank, place)
-        for rank, program in enumerate(exchange.programs)
-        for place, action in enumerate(program)
-        if isinstance(action, (Send, Recv))
-    ]
-    if not places:
-        return
-    rank, place = random.Random(seed).choice(places)
-    programs = list(exchange.programs)
-    programs[rank] = programs[rank][:place] + programs[rank][place + 1 :]
-    with pytest.raises(ValueError, match="rank|step"):
-        verify_scan(replace(exchange, programs=tuple(programs)), owners)
-
-
-def test_maps_composed_in_the_wrong_order_fail():
-    owners = [[0, 1, 2, 3]]
-    exchange = scan_of(owners, 4, 4)
-
-    def turned(action):
-        if isinstance(action, Compose):
-            return replace(action, earlier=action.later, later=action.earlier)
-        return action
-
-    programs = tuple(tuple(map(turned, program)) for program in exchange.programs)
-    with pytest.raises(ValueError, match="does not follow"):
-        verify_scan(replace(exchange, programs=programs), owners)
 
 
 def test_a_program_is_as_it_was_read():
@@ -114,10 +77,10 @@ def test_between_nodes_only_ends_of_segments_send():
 def test_backward_is_the_scan_of_reversed_chains():
     sharded = Layout("zigzag"), 96, 4, (0, 30, 96)
     owners = [[f.rank for f in reversed(chain)] for chain in chains(*sharded)]
-    exchange = scan(*sharded[:3], 2, sharded[3], backward=True)
-    verify_scan(exchange, owners)
-    assert all(a.channel.kind == "gradient" for p in exchange.programs for a in p if isinstance(a, Send))
-
-
-def test_names_of_spans_are_read_back():
-    assert Span.of(str(Span(3, 14, 159))) == Span(3, 14, 159)
+    programs = (scan(*sharded[:3], 2, sharded[3], backward=True), scan_of(owners, 4, 2))
+    sends = [
+        [(rank, a.peer, a.buffer) for rank, p in enumerate(each.programs) for a in p if isinstance(a, Send)]
+        for each in programs
+    ]
+    assert sends[0] == sends[1] and sends[0]
+    assert all(a.channel.kind == "gradient" for p in programs[0].programs for a in p if isinstance(a, Send))

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from dense import Problem, problem
 from masks import random_layout
 from ranks import processes
+from sharded import whole
 
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard, unshard
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.candidates import Ranks, legal_degrees
 
 INPUTS = ("q", "k", "v", "dout")
@@ -27,15 +28,7 @@ def _attend(p, mask, config, topology, **options):
         (out * dout).sum().add(torch.where(seen, lse, 0).sum()).backward()
     else:
         out.backward(dout)
-    return [_whole(x, size, config.layout) for x in (out.detach(), *(x.grad for x in inputs))]
-
-
-def _whole(x, size, layout):
-    if size == 1:
-        return unshard([x], 1, layout=layout)
-    parts = [None] * size
-    dist.all_gather_object(parts, x)
-    return unshard(parts, 1, layout=layout)
+    return [whole(x, size, config.layout) for x in (out.detach(), *(x.grad for x in inputs))]
 
 
 def _documents(draw, n):

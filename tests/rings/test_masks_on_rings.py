@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import crossed
-from counting import count_pairs
+from counting import count_bytes, count_pairs
 from dense import Result, assert_as_exact_as, dense, problem, single_kernel
 from masks import random_chunks, random_layout, random_mask, random_tree
 from ranks import processes
+from sharded import shape_of, whole_results
 
 from burst_mcore import (
     BurstConfig,
@@ -22,13 +23,10 @@ from burst_mcore import (
     Topology,
     burst_attention,
     shard,
-    unshard,
 )
-from burst_mcore.attention import function, prepare
+from burst_mcore.attention import function
 from burst_mcore.attention.candidates import Ranks, legal_degrees
 from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.geometry.shard import Shard
-from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.runtime import communicators
 from burst_mcore.attention.schedule.route import program
@@ -38,27 +36,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = KERNELS["aten-cpu"]
 
 
-def _gathered(parts, size, layout):
-    """The whole sequence of each tensor, on every rank; parts may differ in length."""
-    whole = []
-    for x in parts:
-        everyones = [None] * size
-        dist.all_gather_object(everyones, x)
-        whole.append(unshard(everyones, 1, layout=layout))
-    return Result(*whole)
-
-
-def _attend(p, mask, rank, size, config, topology):
-    q, k, v, dout = (shard(x, 1, rank=rank, size=size, layout=config.layout) for x in p)
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out, lse = burst_attention(*inputs, topology=topology, mask=mask, config=config, return_lse=True)
-    assert out.shape == dout.shape
-    out.backward(dout)
-    local = Result(out.detach(), lse.detach(), *(x.grad for x in inputs))
-    return _gathered(local, size, config.layout)
-
-
-def _case(draw, ranks, dtype):
+def random_call(draw, ranks, dtype):
+    """(problem, mask, config) of any layout, mask, route and shape."""
     kv_heads, group = draw.randint(1, 3), draw.choice((1, 2, 4))
     heads = kv_heads * group
     n = draw.choice((draw.randint(1, 40), draw.randint(100, 300), 48 * draw.randint(2, 6)))
@@ -96,13 +75,13 @@ def _samples(rank, size, intra, seeds):
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
     for seed in seeds:
         draw = random.Random(seed)
-        p, mask, config = _case(draw, Ranks(size, intra), draw.choice(DTYPES))
+        p, mask, config = random_call(draw, Ranks(size, intra), draw.choice(DTYPES))
         if seed in SELDOM:
             layout, mask_of = SELDOM[seed]
             mask, config = mask_of(draw, p.q.shape[1]), replace(config, layout=layout or config.layout)
         words = f"seed {seed}: n={p.q.shape[1]} {mask} {config} {tuple(p.k.shape)} {p.q.dtype}"
         try:
-            got = _attend(p, mask, rank, size, config, topology)
+            got = whole_results(p, mask, rank, size, config, topology)
             if seed % size == rank:  # all hold the same, and one of them looks at it
                 assert_as_exact_as(got, single_kernel(p, KERNEL, mask), dense(p, mask))
         except Exception as error:
@@ -135,7 +114,7 @@ def _max_logits(rank, size, intra, seeds):
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
     for seed in seeds:
         draw = random.Random(seed)
-        p, mask, config = _case(draw, Ranks(size, intra), draw.choice((*DTYPES, torch.float64)))
+        p, mask, config = random_call(draw, Ranks(size, intra), draw.choice((*DTYPES, torch.float64)))
         config = replace(config, kernel=draw.choice(("auto", "reference")))
         options = {"softmax_scale": draw.choice((None, 2.5)), "return_lse": True}
         options["softcap"] = 1.5 if config.kernel == "reference" and draw.random() < 0.5 else None
@@ -158,39 +137,9 @@ def test_largest_logits_of_random_masks_layouts_and_shapes(size, intra):
     processes(size, _max_logits, intra, range(8))
 
 
-def _by_fused_multiply_add(q, k, v, pattern, scores):
-    """A forward whose exponents are rounded once, as on GPUs, below a maximum that was rounded before."""
-    out, *_ = REFERENCE.forward(q, k, v, pattern, scores)
-    products = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()).float()
-    factor = torch.tensor(scores.scale * math.log2(math.e)).float()
-    most = (products.amax(-1, keepdim=True) * factor).float()
-    exponents = (
-        products.double() * factor.double() - most.double()
-    )  # the product of two floats is exact there
-    total = torch.exp2(exponents.float()).sum(-1, keepdim=True)
-    return out, ((most + total.log2()) * math.log(2)).squeeze(-1)
-
-
-@pytest.mark.parametrize("largest", [1.0, 300.0, 100_000.0])
-def test_largest_logits_of_kernels_that_fuse_a_multiplication_with_an_addition(largest, monkeypatch):
-    monkeypatch.setitem(KERNELS, "reference", replace(REFERENCE, forward=_by_fused_multiply_add))
-    q, k = (torch.randn(1, 128, 2, 128, dtype=torch.float32) for _ in range(2))
-    want = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()).amax((0, 2, 3))
-    options = {"topology": Topology.single(), "mask": Mask.full(), "config": BurstConfig(kernel="reference")}
-    scale = largest / float(want.max())
-    _, got = burst_attention(q, k, k, softmax_scale=scale, return_max_logit=True, **options)
-    torch.testing.assert_close(got.double(), want * scale, rtol=1e-6, atol=math.log(128) / 2**14)
-
-
 def _cost_of_largest_logits(rank, size):
     """(bytes sent, pairs met) of a forward, and with its largest logits, by kernel."""
-    sent, pairs, batch = [], count_pairs(), dist.batch_isend_irecv
-
-    def counting(operations):
-        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
-        return batch(operations)
-
-    dist.batch_isend_irecv, found = counting, []
+    sent, pairs, found = count_bytes(), count_pairs(), []
     p = problem(0, 256, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32)
     q, k, v = (shard(x, 1, rank=rank, size=size, layout="zigzag") for x in p[:3])
     options = {"topology": Topology.from_group(dist.group.WORLD), "mask": Mask.causal()}
@@ -209,17 +158,8 @@ def test_largest_logits_send_nothing_more_and_kernels_that_have_them_meet_no_pai
 
 def _counted(rank, size):
     """(what, bytes sent, bytes of this rank's program) of forward and backward."""
-    sent, made, batch, agreed = [], [], dist.batch_isend_irecv, function.agree_on_call
-
-    def counting(operations):
-        sent.extend(op.tensor.nbytes for op in operations if op.op is dist.isend)
-        return batch(operations)
-
-    def watched(*args):
-        made.append(agreed(*args))
-        return made[-1]
-
-    dist.batch_isend_irecv, function.agree_on_call = counting, watched
+    sent, made, agreed = count_bytes(), [], function.agree_on_call
+    function.agree_on_call = lambda *args: made.append(agreed(*args)) or made[-1]
     topology, rows = Topology.from_group(dist.group.WORLD), []
     n, window = 1024, 24
     cu = [0, 100, 101, 480, 481, 500, n]
@@ -242,9 +182,7 @@ def _counted(rank, size):
         sent.clear()
         out.backward(dout)
         call, *_ = made[-1]
-        shape = Shard(
-            batch=1, tokens=n // size, heads=4, kv_heads=2, head_dim=16, value_dim=16, dtype=torch.float32
-        )
+        shape = shape_of(p, n // size)
         planned = [
             link_bytes(
                 program(rank, call.route, step, call.plan), rank, message_bytes(shape, call.route, step), size
@@ -285,7 +223,7 @@ def _sees_nothing(rank, size):
         for direction, ring in itertools.product(("query", "kv"), ("auto", "double", "direct")):
             p = problem(1, 64, heads=2, kv_heads=1, head_dim=8, dtype=torch.float32)
             config = BurstConfig(backward=direction, ring=ring)
-            got, want = _attend(p, mask, rank, size, config, topology), dense(p, mask)
+            got, want = whole_results(p, mask, rank, size, config, topology), dense(p, mask)
             for name in Result._fields:
                 torch.testing.assert_close(
                     getattr(got, name).double(), getattr(want, name), rtol=1e-4, atol=1e-5
@@ -311,7 +249,7 @@ def _dilated_over_many_runs(rank, size):
         config = BurstConfig(layout=layout, backward=("query", "kv")[case // 2 % 2], **way)
         degree = way.get("head_parallel", 1)
         assert plan_for(Layout.of(layout), mask, n, size // degree, degree).by_class
-        got, want = _attend(p, mask, rank, size, config, topology), dense(p, mask)
+        got, want = whole_results(p, mask, rank, size, config, topology), dense(p, mask)
         for name in Result._fields:
             torch.testing.assert_close(getattr(got, name).double(), getattr(want, name), rtol=1e-9, atol=1e-9)
 
@@ -333,7 +271,7 @@ def _with_communicators_of_its_own(rank, size):
     mask, p = Mask.documents([0, 8, 32]), problem(0, 32, heads=2, kv_heads=2, dtype=torch.float64)
     for ring, direction, degree in itertools.product(("auto", "double", "direct"), ("query", "kv"), (1, 2)):
         config = BurstConfig(layout="contiguous", ring=ring, backward=direction, head_parallel=degree)
-        got, want = _attend(p, mask, rank, size, config, topology), dense(p, mask)
+        got, want = whole_results(p, mask, rank, size, config, topology), dense(p, mask)
         assert all(torch.allclose(g, w) for g, w in zip(got, want, strict=True))
     return made
 
@@ -344,24 +282,6 @@ def test_ranks_without_messages_make_communicators_with_the_others():
     assert len(made[0]) >= 4
 
 
-def _fails_before_it_agrees(rank, size):
-    """What is no ValueError is a refusal too: the next call pairs with the others' next."""
-    topology = Topology.from_group(dist.group.WORLD)
-    p = problem(0, 16 * size, heads=2, kv_heads=2, dtype=torch.float32)
-    x = shard(p.q, 1, rank=rank, size=size)
-    resolve = prepare.resolve
-    if rank == 0:
-        prepare.resolve = lambda *_: 1 / 0
-    with pytest.raises((ZeroDivisionError, ValueError), match="division|rank 0 of the ring refused"):
-        burst_attention(x, x, x, topology=topology, mask=Mask.causal())
-    prepare.resolve = resolve
-    return burst_attention(x, x, x, topology=topology, mask=Mask.full()).shape
-
-
-def test_any_error_before_the_ring_is_a_refusal():
-    assert len(set(processes(2, _fails_before_it_agrees))) == 1
-
-
 def _single_keys(rank, size, dtype):
     """Of rows that see one key alone dS is 0: what dq and dk are instead, beside one device."""
     topology, n, found = Topology.from_group(dist.group.WORLD), 64, {}
@@ -370,7 +290,7 @@ def _single_keys(rank, size, dtype):
     masks = {"own": Mask.documents(range(n + 1)), "remote": Mask.ranges(at, at[n // 2 :] + at[: n // 2])}
     for (where, mask), degree, backward in itertools.product(masks.items(), (1, 2), ("query", "kv")):
         config = BurstConfig(layout="contiguous", head_parallel=degree, backward=backward, ring="flat")
-        got, alone = _attend(p, mask, rank, size, config, topology), single_kernel(p, KERNEL, mask)
+        got, alone = whole_results(p, mask, rank, size, config, topology), single_kernel(p, KERNEL, mask)
         # D in float32 is rounded once more than in the kernel of one device, which sums in its own order.
         largest = ((p.dout.float() * alone.out.float()).sum(-1).abs().max() / 64**0.5).item()
         for name, factor in (("dq", p.k), ("dk", p.q)):

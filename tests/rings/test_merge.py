@@ -11,57 +11,6 @@ from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 
 
-def _attend(scores, v):
-    """(out [B, M, H, D], lse [B, H, M]) of scores [B, H, M, N]; zeros and -inf where nothing is seen."""
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
-    return torch.einsum("bhmn,bnhd->bmhd", weights, v), lse
-
-
-@given(st.integers(0, 10_000), st.lists(st.integers(1, 5), min_size=1, max_size=5), st.floats(0, 1))
-def test_merging_parts_equals_the_whole_also_where_rows_see_nothing(seed, parts, hidden):
-    generator = torch.Generator().manual_seed(seed)
-    n, rows = sum(parts), 4
-    scores = 50 * torch.randn(1, 2, rows, n, generator=generator, dtype=torch.float64)
-    scores.masked_fill_(torch.rand(scores.shape, generator=generator) < hidden, -torch.inf)
-    v = torch.randn(1, n, 2, 3, generator=generator, dtype=torch.float64)
-    softmax = OnlineSoftmax(torch.zeros(1, rows, 2, 3, dtype=torch.float64), value_dim=3)
-    for s, x in zip(scores.split(parts, -1), v.split(parts, 1), strict=True):
-        softmax.add((range(rows),), *_attend(s, x))
-    out, lse = softmax.result()
-    want_out, want_lse = _attend(scores, v)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(out, want_out, rtol=1e-12, atol=1e-12)
-
-
-def test_large_scores_do_not_overflow():
-    softmax = OnlineSoftmax(torch.zeros(1, 1, 1, 1), value_dim=1)
-    for lse, value in ((1e4, 1.0), (-1e4, 2.0), (1e4, 3.0)):
-        softmax.add((range(1),), torch.full((1, 1, 1, 1), value), torch.full((1, 1, 1), lse))
-    out, lse = softmax.result()
-    assert out.item() == 2.0
-    assert torch.isfinite(lse).all()
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3, 4])
-def test_a_statistic_alone_equals_that_of_the_result(heads):
-    """Also where a segment has as many rows as there are heads."""
-    softmax = OnlineSoftmax(torch.zeros(1, 4, heads, 2), value_dim=2)
-    for rows in (range(4), range(1, 4), range(2)):
-        softmax.add((rows,), torch.rand(1, len(rows), heads, 2), torch.rand(1, heads, len(rows)))
-    alone = softmax.lse()
-    torch.testing.assert_close(alone, softmax.result()[1])
-
-
-def test_rows_that_no_tile_touched_are_zero_and_minus_infinity():
-    softmax = OnlineSoftmax(torch.zeros(1, 4, 1, 2, dtype=torch.bfloat16), value_dim=2)
-    softmax.add((range(2, 4),), torch.ones(1, 2, 1, 2, dtype=torch.bfloat16), torch.zeros(1, 1, 2))
-    out, lse = softmax.result()
-    assert out.dtype == torch.bfloat16
-    assert out[0, :, 0, 0].tolist() == [0, 0, 1, 1]
-    assert lse[0, 0].tolist() == [-torch.inf, -torch.inf, 0, 0]
-
-
 def test_gradients_are_summed_in_float32():
     total = GradientSum(torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16))
     total.add((range(4),), torch.full((1, 4, 1, 1), 256.0, dtype=torch.bfloat16))
@@ -114,13 +63,6 @@ def test_any_rows_in_any_order_are_summed_and_merged(tiles, seed):
     weights = torch.exp(torch.stack(scores) - want_lse.masked_fill(want_lse == -torch.inf, 0.0))
     torch.testing.assert_close(got_lse, want_lse)
     torch.testing.assert_close(got, (weights.transpose(2, 3)[..., None] * torch.stack(values)).sum(0))
-
-
-def test_rows_with_gaps_are_summed_beside_rows_without():
-    total = GradientSum(torch.zeros(1, 32, 1, 1))
-    total.add((range(0, 32, 2),), torch.ones(1, 16, 1, 1))
-    total.add((range(32),), torch.ones(1, 32, 1, 1))
-    assert total.result().flatten().tolist() == [2, 1] * 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from ranks import poison
 from soak_figures import Held
-from soak_steps import STEPS, Fault, Team, job
+from soak_steps import STEPS, Fault, Team
 
 from burst_mcore import Topology
 from burst_mcore.attention.runtime.topology import _forget_destroyed
@@ -71,8 +71,6 @@ def work(rank: int, size: int, pipe: Connection, stacks: Path) -> None:
             answer = {"error": traceback.format_exc()}
         gc.collect()  # what an error left may hold connections, in which other ranks wait for this one
         pipe.send(answer if count % EVERY else answer | {"held": held()})
-        if answer.get("ends"):
-            os._exit(1)
 
 
 def _join(rank: int, size: int, pipe: Connection, address: str) -> dict[str, Any]:
@@ -93,26 +91,20 @@ def _leave() -> None:
     gc.collect()
 
 
-def _step(rank: int, size: int, pipe: Connection, seed: str, name: str, folder: Path) -> dict[str, Any]:
+def _step(rank: int, size: int, pipe: Connection, seed: str, name: str) -> dict[str, Any]:
     """Make a step that ends well on every rank."""
-    return {"words": STEPS[name](random.Random(seed), Team(rank, size, folder, pipe.send))}
+    return {"words": STEPS[name](random.Random(seed), Team(rank, size, pipe.send))}
 
 
-def _fault(rank: int, size: int, pipe: Connection, seed: str, fault: Fault, folder: Path) -> dict[str, Any]:
-    """Work until the fault is noticed. A job ends then, with all its ranks; calls go on in new groups."""
+def _fault(rank: int, size: int, pipe: Connection, seed: str, fault: Fault) -> dict[str, Any]:
+    """Make calls until the fault is noticed; they go on in new groups."""
 
     def tell(how: str) -> None:
         pipe.send({"strikes": time.monotonic(), "how": how})
 
-    words, when = fault.run(random.Random(seed), Team(rank, size, folder, tell))
-    if words and fault.work == "calls":
-        _leave()  # ranks that wait in a collective of torch for this one
-    return {"words": words, "noticed": when, "ends": fault.work == "job"}
+    words, when = fault.run(random.Random(seed), Team(rank, size, tell))
+    _leave()  # ranks that wait in a collective of torch for this one
+    return {"words": words, "noticed": when}
 
 
-def _rest(rank: int, size: int, pipe: Connection, seed: str, fault: Fault, folder: Path) -> dict[str, Any]:
-    """Run a job again that a fault ended."""
-    return {"words": job(random.Random(seed), Team(rank, size, folder, pipe.send))}
-
-
-ORDERS = {"join": _join, "step": _step, "fault": _fault, "rest": _rest}
+ORDERS = {"join": _join, "step": _step, "fault": _fault}

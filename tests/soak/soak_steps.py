@@ -11,33 +11,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from causal_lms import worst
 from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
-from loops import CLIP, RATE, Case, built, by_hand, one_process, samples, whole_weights
+from loops import Case, by_hand, one_process
 from masks import random_layout, random_mask
 from players import alone
+from sharded import whole, whole_results
 from test_latent import Gradients, on_ring, through
 from test_latent import _random as random_latent
-from test_masks_on_rings import DTYPES, KERNEL, _attend, _case, _gathered
+from test_masks_on_rings import DTYPES, KERNEL, random_call
 from test_recompute_on_ranks import _local as recomputed
 from test_recurrence import RULES, tensors
 from test_scores import _attend as scored
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
+from burst_mcore import BurstConfig, Topology, shard
 from burst_mcore.attention.candidates import Ranks
 from burst_mcore.checkpointing import Full, KeepAttention, Segment
 from burst_mcore.recurrent import Shards, recurrence
-from burst_mcore.torch import parallelize
 
 Draw = random.Random
 TIMES = 4.0
@@ -55,8 +48,6 @@ class Team:
 
     rank: int
     size: int
-    folder: Path
-    """Which all ranks of the step share, empty at its beginning."""
     tell: Callable[[str], None]
     """Tells the supervisor that this rank ends now, or fails, and how."""
 
@@ -68,16 +59,16 @@ class Team:
 def attention(draw: Draw, team: Team) -> str:
     """A call of any layout, mask, dtype, route and shape, as exact as one kernel alone; words for it."""
     topology = team.topology(draw)
-    p, mask, config = _case(draw, Ranks(team.size, topology.intra_size), draw.choice(DTYPES))
+    p, mask, config = random_call(draw, Ranks(team.size, topology.intra_size), draw.choice(DTYPES))
     policy = draw.choice((None, None, Full(), KeepAttention(), Segment(draw.random())))
     words = f"{tuple(p.q.shape)} {p.k.shape[2]} K/V heads {p.q.dtype} {mask} {config} {policy} {topology}"
     with telling(words):
         if policy is None:
-            got = _attend(p, mask, team.rank, team.size, config, topology)
+            got = whole_results(p, mask, team.rank, team.size, config, topology)
         else:
             reentrant = draw.random() < 0.5
             local = recomputed(p, mask, team.rank, team.size, config, topology, policy, reentrant)
-            got = _gathered(local, team.size, config.layout)
+            got = Result(*(whole(x, team.size, config.layout) for x in local))
         if draw.randrange(team.size) == team.rank:  # all hold the same, and one of them looks at it
             assert_as_exact_as(got, single_kernel(p, KERNEL, mask), dense(p, mask), TIMES)
     return words
@@ -104,7 +95,9 @@ def scores(draw: Draw, team: Team) -> str:
             p, mask, rank=team.rank, size=team.size, topology=topology, config=config, softmax_scale=scale,
             sinks=sinks, **given,
         )  # fmt: skip
-        for name, g, w in zip(Result._fields, _gathered(got, team.size, config.layout), want, strict=True):
+        for name, g, w in zip(
+            Result._fields, (whole(x, team.size, config.layout) for x in got), want, strict=True
+        ):
             held(name, g, w)
         if dsinks is not None:
             dist.all_reduce(dsinks)
@@ -203,99 +196,12 @@ def in_float64() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def differing(draw: Draw, team: Team) -> str:
-    """A call in which a rank has another mask, scale or dtype: every rank gets an error that names it."""
-    topology, odd = team.topology(draw), draw.randrange(team.size)
-    what = draw.choice(("mask", "softmax_scale", "dtype"))
-    ours = {"mask": Mask.causal(), "softmax_scale": 0.5}
-    if team.rank == odd and what != "dtype":
-        ours[what] = {"mask": Mask.window(3, 0), "softmax_scale": 0.25}[what]
-    dtype = torch.float64 if what == "dtype" and team.rank == odd else torch.float32
-    q = torch.zeros(1, 8, 2, 8, dtype=dtype)
-    return _refused(
-        partial(burst_attention, q, q, q, topology=topology, **ours), "make different calls", what
-    )
-
-
-def refused(draw: Draw, team: Team) -> str:
-    """A call that one rank cannot make: it says why, to the others too."""
-    topology, odd = team.topology(draw), draw.randrange(team.size)
-    q = torch.zeros(1, 8, 4, 8)
-    k = torch.zeros(1, 8, 3 if team.rank == odd else 2, 8)  # 4 heads have no share of 3
-    call = partial(burst_attention, q, k, k, topology=topology, mask=Mask.causal())
-    return _refused(call, "heads" if team.rank == odd else f"rank {odd} of the ring refused", "heads")
-
-
-def _refused(call: Callable[[], Any], says: str, what: str) -> str:
-    with pytest.raises(ValueError, match=says) as refusal:
-        call()
-    return f"{what}: {refusal.value}"
-
-
-def job(draw: Draw, team: Team) -> str:
-    """A training of three steps with a checkpoint after each, from the last checkpoint of the folder on.
-
-    The sequence is sharded over another number of ranks in each run. It ends as on one process.
-    """
-    with in_float64():
-        latest, case = team.folder / "latest", Case({"cp": 1})
-        done = int(latest.read_text()) if latest.exists() else 0
-        cp = (2, 4)[(draw.randrange(2) + done) % 2]
-        mesh = init_device_mesh("cpu", (team.size // cp, cp), mesh_dim_names=("dp", "cp"))
-        model = built(case)
-        context = parallelize(model, mesh["cp"])
-        fully_shard(model, mesh=mesh["dp", "cp"]._flatten("shards"))
-        optimizer = _optimizer(model)
-        for step, row in enumerate(samples(case)):
-            if step == done - 1:
-                weights, moments = get_state_dict(model, optimizer)
-                state = {"model": weights, "optimizer": moments}
-                dcp.load(state, checkpoint_id=f"{team.folder}/{step}")
-                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-            if step >= done:
-                _train(model, optimizer, context.shard(row))  # all replicas have the same sample
-                weights, moments = get_state_dict(model, optimizer)
-                state = {"model": weights, "optimizer": moments}
-                dcp.save(state, checkpoint_id=f"{team.folder}/{step}")
-                if team.rank == 0:
-                    (team.folder / "writing").write_text(str(step + 1))
-                    (team.folder / "writing").rename(latest)
-        weights = whole_weights(model)
-        if team.rank == 0:
-            alone = built(case)
-            optimizer = _optimizer(alone)
-            for row in samples(case):
-                _train(alone, optimizer, row)
-            assert worst(weights, {name: p.detach() for name, p in alone.named_parameters()}) < CLOSE
-    return f"a job from step {done} on, {case}, cp={cp}"
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
-
-
-def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
-    model(**batch, use_cache=False).loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def calls(draw: Draw, team: Team) -> str:
-    """Calls without end, for a rank to fail in."""
-    words = ""
-    while True:
-        words = draw.choice(CALLS)(draw, team) or words
-
-
 STEPS: dict[str, Callable[[Draw, Team], str]] = {
     "attention": attention,
     "scores": scores,
     "latent": latent,
     "recurrent": recurrent,
     "training": training,
-    "differing": differing,
-    "refused": refused,
 }
 """The steps that end well on every rank; `Fault` has the others."""
 ANEW = ("training",)
@@ -312,20 +218,17 @@ class Fault:
     where: str
     """hop: at message number `at` of this rank; clock: after so many seconds."""
     at: float
-    work: str
-    """calls: attention without end; job: a training, which is run again from its last checkpoint."""
 
     @classmethod
-    def drawn(cls, draw: Draw, size: int, spared: int | None, works: tuple[str, ...]) -> Fault:
-        """A fault that spares a rank, or none, in one of these works."""
-        work, how = draw.choice(works), draw.choice(("killed", "interrupted", "failed"))
+    def drawn(cls, draw: Draw, size: int, spared: int | None) -> Fault:
+        """A fault that spares a rank, or none."""
+        how = draw.choice(("killed", "interrupted", "failed"))
         most = draw.choice((1, 1, 1, 2, 3, 4)) if how == "killed" else 1
         others = [rank for rank in range(size) if rank != spared]
         ranks = tuple(sorted(draw.sample(others, min(most, len(others)))))
         where = draw.choice(("hop", "clock")) if how == "killed" else "hop"
-        of_job = work == "job"
-        at = draw.uniform(0.02, 1.0) if where == "clock" else draw.randint(1, 12 if of_job else 40)
-        return cls(how, ranks, where, at, work)
+        at = draw.uniform(0.02, 1.0) if where == "clock" else draw.randint(1, 40)
+        return cls(how, ranks, where, at)
 
     def plant(self, team: Team) -> Callable[[], None]:
         """Let it happen on this rank, if it is one of `ranks`; return what takes it out again."""
@@ -357,12 +260,12 @@ class Fault:
         raise MemoryError("no memory left")
 
     def run(self, draw: Draw, team: Team) -> tuple[str, float]:
-        """Work until the fault has been noticed: the words of the error, and when it was raised."""
+        """Make calls until the fault has been noticed: the words of the error, and when it was raised."""
         planted = self.plant(team)
         try:
-            (calls if self.work == "calls" else job)(draw, team)
+            while True:
+                draw.choice(CALLS)(draw, team)
         except (RuntimeError, ValueError, MemoryError, KeyboardInterrupt) as end:
             return f"{type(end).__name__}: {end}"[:2000], time.monotonic()
         finally:
             planted()
-        return "", time.monotonic()  # the job was over before

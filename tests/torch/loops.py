@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from causal_lms import dataset, model_of
+from causal_lms import dataset, model_of, worst
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from burst_mcore.torch import parallelize
+from burst_mcore.torch import RefusedError, parallelize
 
 STEPS, CLIP, RATE = 3, 0.5, 0.1
 LENGTHS = (37, 29, 41, 31)
@@ -48,6 +50,42 @@ class Case:
     @property
     def replicas(self) -> int:
         return self.mesh.get("dp", 1) * self.mesh.get("dp_replicate", 1) * self.mesh.get("dp_shard", 1)
+
+
+def mesh_of(size: int, *names: str) -> Any:
+    """A mesh of `size` ranks over cp, or of two ranks over each of `names`; the log is quiet."""
+    logging.getLogger("burst_mcore").setLevel("ERROR")
+    sizes = (2,) * len(names) if names else (size,)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names or ("cp",))
+
+
+def refused(do: Callable[[], Any]) -> str:
+    """What the error of `do` says."""
+    with pytest.raises(RefusedError) as caught:
+        do()
+    return str(caught.value)
+
+
+def refuses(*cases: tuple[str | tuple[str, ...], Callable[[], Any]]) -> None:
+    """Hold what each call says to "name: words ... more words", of all ranks or of this one."""
+    for given, do in cases:
+        name, _, words = (given if isinstance(given, str) else given[dist.get_rank()]).partition(": ")
+        said = refused(do)
+        assert said.startswith(f"refused ({name})"), (given, said)
+        assert all(part.strip() in said for part in words.split("...")), (given, said)
+
+
+def gradients_of(*models: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Whole gradients of all parameters, by the number of the model and the parameter's name."""
+    named = {f"{i}.{name}": p.grad for i, model in enumerate(models) for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named.items()}
+
+
+def assert_alike(found: Any, want: Any, rtol: float, of_gradients: float) -> None:
+    """Hold (loss, gradients or weights) of each rank to those of one process."""
+    for loss, mine in found:
+        assert loss == pytest.approx(want[0], rel=rtol)
+        assert worst(mine, want[1]) < of_gradients
 
 
 def samples(case: Case, seed: int = 1) -> list[dict[str, torch.Tensor]]:

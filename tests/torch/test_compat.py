@@ -72,17 +72,6 @@ def _as_a_stack_calls(rank, size, kind):
     return found
 
 
-def _as_axolotl_calls(rank, size, kind):
-    """As its hook does before each forward: ends by the positions that restart, and padding after that."""
-    substitute_hf_flash_attn(process_group=dist.group.WORLD, heads_k_stride=1)
-    positions = _packed()[2][0]
-    starts = (positions == 0).nonzero().flatten()
-    cu_seqlens = torch.cat([starts, torch.tensor([len(positions)])]).to(torch.int32)
-    update_ring_flash_attn_params(cu_seqlens, dist.group.WORLD)
-    _, _, *found = _of_a_part(rank, size, kind)
-    return found
-
-
 def _counted(calls):
     """The page's function, which counts its calls."""
     recipe = recipes.run("def flash_attention_forward")["flash_attention_forward"]
@@ -100,7 +89,6 @@ def _by_the_recipe(rank, size, kind):
     place = {"position_ids": torch.arange(4)[None]}
     for odd in (
         {},
-        {"is_causal": True},
         {"position_ids": torch.zeros(2, 4)},
         {**place, "dropout": 0.1},
         {**place, "is_causal": False},
@@ -140,12 +128,6 @@ def _as_a_tower_calls(attend, reached):
     assert named["cu_seq_lens_q"] is ends and named.get("position_ids") is None
 
 
-def test_names_of_the_page_are_those_that_stacks_import():
-    names = recipes.run("substitute_hf_flash_attn")
-    assert names["substitute_hf_flash_attn"] is substitute_hf_flash_attn
-    assert names["update_ring_flash_attn_params"] is update_ring_flash_attn_params
-
-
 GEMMA = {"kind": "Gemma2", "sliding_window": 4, "attn_logit_softcapping": 3.0}
 SINKS = {"kind": "GptOss", "sliding_window": 4}
 
@@ -154,19 +136,9 @@ SINKS = {"kind": "GptOss", "sliding_window": 4}
     ("seam", "kind"),
     [
         (_as_a_stack_calls, {"kind": "Qwen3"}),
-        (_as_axolotl_calls, {"kind": "Llama"}),
         (_as_verl_calls, {"kind": "Qwen3"}),
         (_by_the_recipe, GEMMA),
         (_by_the_recipe, SINKS),
-        *(
-            pytest.param(seam, kind, marks=pytest.mark.slow)
-            for seam, kind in (
-                (_as_a_stack_calls, GEMMA),
-                (_as_a_stack_calls, SINKS),
-                (_as_a_stack_calls, {"kind": "Llama", "heads": 3, "kv_heads": 3}),
-                (_by_the_recipe, {"kind": "Mistral", "sliding_window": 4}),
-            )
-        ),
     ],
 )
 def test_call_sites_of_stacks(seam, kind):

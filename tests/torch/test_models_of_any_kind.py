@@ -1,6 +1,5 @@
-"""A model that is not of transformers; generate; torch's own recompute; the launcher: against one process."""
+"""A model that is not of transformers, torch's own recompute, whole batches, the launcher: as one process."""
 
-import logging
 import os
 import sys
 from functools import partial
@@ -10,7 +9,8 @@ import limits
 import pytest
 import torch
 from causal_lms import VOCABULARY, dataset, model_of, worst
-from ranks import processes
+from loops import assert_alike, gradients_of, mesh_of
+from ranks import on_ranks, processes
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -18,17 +18,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from burst_mcore.rollouts import fold
 from burst_mcore.torch import parallelize
-from burst_mcore.transformers.models.strategies import WholeBatch
-from burst_mcore.transformers.prepare import sequence_of
-from burst_mcore.wrap import while_set
 
 HEADS, HEAD_DIM = 3, 8  # 3 heads: 2 ranks cannot share them
 WIDTH = HEADS * HEAD_DIM
@@ -76,12 +71,11 @@ def _of_one():
     model = Decoder()
     loss = _total(model(ids, positions, dense), target) / (target >= 0).sum()
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), gradients_of(model)
 
 
 def _on_ranks(rank, size, recomputed):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    mesh = mesh_of(size)
     model = Decoder()
     cp = parallelize(model, mesh, loss="model", config={"layout": "striped"})
     engine = DistributedDataParallel(model)
@@ -93,73 +87,44 @@ def _on_ranks(rank, size, recomputed):
     target = batch["shift_labels"]
     loss = cp.whole_loss(_total(logits, target), (target >= 0).sum())
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), gradients_of(model)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_model_that_is_not_of_transformers(recomputed):
     """Its attention is cp.attention, with documents that end within a rank's rows."""
-    want, gradients = _of_one()
-    for loss, found in processes(2, _on_ranks, recomputed):
-        assert loss == pytest.approx(want, rel=1e-12)
-        assert worst(found, gradients) < 1e-12
+    assert_alike(processes(2, _on_ranks, recomputed), _of_one(), 1e-12, 1e-12)
 
 
-def _generated(rank, size):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    model = model_of(kind="Qwen3")
-    parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), config={"layout": "zigzag"})
-    with torch.no_grad():
-        return _answers(model)
-
-
-def _answers(model):
-    model.eval()
-    how = {"max_new_tokens": 7, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    rows = torch.stack([sample["input_ids"] for sample in dataset(2, tokens=23)])
-    said = model.generate(rows, attention_mask=torch.ones_like(rows), **how)
-    return said.sequences, torch.stack(said.logits)
-
-
-def test_generate():
-    """The prompt, of a prime number of tokens, is sharded; the answer and its logits are one process's."""
-    sequences, logits = _answers(model_of(kind="Qwen3"))
-    for said, theirs in processes(2, _generated):
-        assert torch.equal(said, sequences)
-        torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-5)
-
-
-def _wrapped(rank, size, order):
-    """Layers in checkpoint_wrapper, put around them before parallelize or after, and fully_shard."""
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    model = model_of()
-    kinds = type(model.model.layers[0])
-    wrap = partial(
-        apply_activation_checkpointing,
-        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: isinstance(module, kinds),
-    )  # fmt: skip
-    if order == "before":
-        wrap()
+def _wrapped(rank, size):
+    """Layers in checkpoint_wrapper, put around them before parallelize, and fully_shard."""
+    mesh, model = mesh_of(size), model_of()
+    kind = type(model.model.layers[0])
+    how = {"checkpoint_wrapper_fn": checkpoint_wrapper, "check_fn": lambda module: isinstance(module, kind)}
+    apply_activation_checkpointing(model, **how)
     cp = parallelize(model, mesh)
-    if order == "after":
-        wrap()
     fully_shard(model, mesh=mesh)
     loss = model(**cp.shard(_rows()), use_cache=False).loss
     loss.backward()
-    named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
-    return loss.item(), {name: p.grad.full_tensor() for name, p in named.items()}
+    found = {name.replace("_checkpoint_wrapped_module.", ""): x for name, x in gradients_of(model).items()}
+    return loss.item(), found
+
+
+def test_layers_in_torchs_checkpoint_wrapper():
+    model = model_of()
+    loss = model(**_rows(), use_cache=False).loss
+    loss.backward()
+    assert_alike(processes(2, _wrapped), (loss.item(), gradients_of(model)), 1e-6, 2e-6)
 
 
 def _rows():
     return {name: torch.stack([sample[name] for sample in dataset(2, tokens=29)]) for name in dataset(1)[0]}
 
 
-def _saved(rank, size, folder):
-    """Train a step over ranks, and save the model as for vLLM."""
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    model = model_of()
+@on_ranks(2)
+def test_a_model_that_is_saved_is_a_plain_one(rank, size, tmp_path):
+    """Saved after a step over ranks, as for vLLM."""
+    mesh, model, plain = mesh_of(size), model_of(), model_of()
     cp = parallelize(model, mesh, checkpointing="segment")
     fully_shard(model, mesh=mesh)
     model(**cp.shard(_rows()), use_cache=False).loss.backward()
@@ -167,90 +132,14 @@ def _saved(rank, size, folder):
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)
     if rank == 0:
-        model.save_pretrained(folder, state_dict=weights)
-
-
-def test_a_model_that_is_saved_is_a_plain_one(tmp_path):
-    processes(2, _saved, str(tmp_path / "ours"))
-    model = model_of()
-    model.save_pretrained(tmp_path / "plain")
-    ours, plain = ((tmp_path / name / "config.json").read_text() for name in ("ours", "plain"))
-    assert ours == plain and "burst" not in ours
-    ours, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "plain"))
-    assert worst(ours, plain) == 0  # and the names are the same
-    again = type(model).from_pretrained(tmp_path / "ours")
-    torch.testing.assert_close(again(**_rows()).loss, model(**_rows()).loss)
-
-
-def _loss_with_a_critic(policy, batch, whole):
-    """(the model's loss with that of a head on its hidden states, gradients); whole makes rows of parts."""
-    torch.manual_seed(3)
-    head = nn.Linear(policy.config.hidden_size, 1)
-    if whole is not None:
-        policy, head = DistributedDataParallel(policy), DistributedDataParallel(head)
-    out = policy(**batch, output_hidden_states=True)
-    values = head(out.hidden_states[-1])
-    values = values if whole is None else whole(values, 29)
-    loss = out.loss + (values - torch.arange(29.0)[:, None]).square().mean() / 50
-    loss.backward()
-    modules = [getattr(module, "module", module) for module in (policy, head)]
-    return loss.item(), {
-        f"{i} {name}": p.grad for i, module in enumerate(modules) for name, p in module.named_parameters()
-    }
-
-
-def _critic(rank, size):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    model = model_of()
-    cp = parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
-    return _loss_with_a_critic(model, cp.shard(_rows()), cp.gather)
-
-
-def test_a_head_on_hidden_states_beside_the_loss():
-    want, gradients = _loss_with_a_critic(model_of(), _rows(), None)
-    for loss, found in processes(2, _critic):
-        assert loss == pytest.approx(want, rel=1e-6)
-        assert worst(found, gradients) < 4e-6
-
-
-def _sharding(rank, size):
-    """Outputs of an evaluation of whole batches, which the model shards, as under Accelerate."""
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    model = model_of().eval()
-    cp = parallelize(model, mesh, loss="model")
-    labelled, tree = _rows(), fold([torch.arange(3, 20), torch.arange(3, 15), torch.arange(4, 9)]).batch
-    shifted = {
-        "input_ids": labelled["input_ids"],
-        "shift_labels": pad(labelled["labels"], (0, 1), value=-100)[:, 1:],
-    }
-    want = model(**cp.shard(tree)).loss.item()
-    sequence = sequence_of(model)
-    with while_set(sequence, batches=WholeBatch(sequence)):
-        found = [model(**batch) for batch in (labelled, shifted)]
-        assert model(**tree).loss.item() == want
-        with while_set(sequence, loss_only=True):
-            assert model(**labelled).logits is None
-    return [(out.loss.item(), out.logits.detach()) for out in found]
-
-
-def test_a_model_that_shards_its_batches():
-    out = model_of().eval()(**_rows())
-    for found in processes(2, _sharding):
-        for loss, logits in found:
-            assert loss == pytest.approx(out.loss.item(), rel=1e-6)
-            torch.testing.assert_close(logits, out.logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("order", ["before", pytest.param("after", marks=pytest.mark.slow)])
-def test_layers_in_torchs_checkpoint_wrapper(order):
-    model = model_of()
-    loss = model(**_rows(), use_cache=False).loss
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    for found, theirs in processes(2, _wrapped, order):
-        assert found == pytest.approx(loss.item(), rel=1e-6)
-        assert worst(theirs, gradients) < 2e-6
+        model.save_pretrained(tmp_path / "ours", state_dict=weights)
+        plain.save_pretrained(tmp_path / "plain")
+        ours, want = ((tmp_path / name / "config.json").read_text() for name in ("ours", "plain"))
+        assert ours == want and "burst" not in ours
+        ours, want = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "plain"))
+        assert worst(ours, want) == 0  # and the names are the same
+        again = type(plain).from_pretrained(tmp_path / "ours")
+        torch.testing.assert_close(again(**_rows()).loss, plain(**_rows()).loss)
 
 
 SCRIPT = """
@@ -265,13 +154,6 @@ print(NAME, sys.argv[1:], *ours)
 """
 
 
-LAUNCHERS = {
-    "burst_mcore.torch": "burst_mcore.torch.accelerate",
-    "burst_mcore.deepspeed": "burst_mcore.deepspeed.accelerate.model",
-}
-"""By launcher, whose functions stand in Accelerate."""
-
-
 def _launched(*words, folder, launcher="burst_mcore.torch", path=""):
     return limits.run(
         [sys.executable, "-W", "ignore", "-m", launcher, *words], cwd=folder,
@@ -279,27 +161,21 @@ def _launched(*words, folder, launcher="burst_mcore.torch", path=""):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["script", pytest.param("module", marks=pytest.mark.slow)])
-def test_the_launcher(tmp_path, way):
+def test_the_launcher(tmp_path):
     """A script that stays as it is finds ours in Accelerate, its own arguments, and a module beside it."""
     pytest.importorskip("accelerate")
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "train_mine.py").write_text(SCRIPT)
     (folder / "beside_it.py").write_text("NAME = 'mine'")
-    words, where = (["mine/train_mine.py"], tmp_path) if way == "script" else (["-m", "train_mine"], folder)
-    done = _launched(*words, "--lr", "1", folder=where)
+    done = _launched("mine/train_mine.py", "--lr", "1", folder=tmp_path)
     assert done.stdout.startswith("mine ['--lr', '1']"), done.stderr
     assert done.stdout.strip().endswith("burst_mcore.torch.accelerate")
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("burst_mcore.torch", marks=pytest.mark.slow), "burst_mcore.deepspeed"]
-)
-def test_a_command_that_starts_ranks_itself(tmp_path, launcher):
+def test_a_command_that_starts_ranks_itself(tmp_path):
     """A command of an installed package starts torchrun, as `trl sft` does: its ranks find ours too."""
-    if launcher == "burst_mcore.deepspeed":
-        pytest.importorskip("deepspeed")
+    pytest.importorskip("deepspeed")
     pytest.importorskip("accelerate")
     (tmp_path / "train_mine.py").write_text(SCRIPT)
     (tmp_path / "beside_it.py").write_text("import os\nNAME = 'rank ' + os.environ['RANK']")
@@ -312,47 +188,14 @@ def test_a_command_that_starts_ranks_itself(tmp_path, launcher):
         "    start = [sys.executable, *'-m torch.distributed.run --standalone --nproc-per-node 2'.split()]\n"
         "    return 7 + subprocess.call([*start, 'train_mine.py', *sys.argv[1:]])\n"
     )
+    launcher = "burst_mcore.deepspeed"
     done = _launched("train-mine", "--lr", "1", folder=tmp_path, launcher=launcher, path=os.defpath)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == [
-        f"rank {rank} ['--lr', '1'] {LAUNCHERS[launcher]}" for rank in range(2)
+        f"rank {rank} ['--lr', '1'] {launcher}.accelerate.model" for rank in range(2)
     ], done.stderr
     assert done.returncode == 7
 
 
-@pytest.mark.slow
-def test_accelerate_launch_starts_the_launcher(tmp_path):
-    """Two ranks with cp_size 2, of a script; TRL's own script, by its name, says what it takes."""
-    pytest.importorskip("accelerate")
-    pytest.importorskip("trl")
-    (tmp_path / "train_mine.py").write_text(SCRIPT)
-    (tmp_path / "beside_it.py").write_text(
-        "import os\nNAME = 'cp ' + os.environ['PARALLELISM_CONFIG_CP_SIZE']"
-    )
-    sizes = "--use_fsdp --fsdp_version 2 --use_parallelism_config --parallelism_config_cp_size 2".split()
-    more = "--num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0".split()
-    start = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", *sizes, *more]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-
-    def launched(ranks, *words):
-        line = [*start, "--num_processes", ranks, "-m", "burst_mcore.torch", *words]
-        return limits.run(line, cwd=tmp_path, env=environment)
-
-    done = launched(2, "train_mine.py", "--lr", "1")
-    assert done.stdout.splitlines() == ["cp 2 ['--lr', '1'] burst_mcore.torch.accelerate"] * 2, done.stderr
-    assert "--dataset_name" in launched(1, "-m", "trl.scripts.sft", "--help").stdout
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(pytest.param(words, marks=pytest.mark.slow) for words in ([], ["--help"], ["missing.py"])),
-        ["-m", "missing.module"],
-    ],
-)
-def test_the_launcher_without_a_script(tmp_path, words):
-    done = _launched(*words, folder=tmp_path)
-    assert (done.returncode == 0) == (words == ["--help"])
-    missing = any("missing" in word for word in words)
-    said = "no such" if missing else "usage: python -m burst_mcore.torch SCRIPT [ARGUMENTS]"
-    assert said in done.stdout + done.stderr and ("no such" in done.stderr) == missing
-    assert "Traceback" not in done.stderr
+def test_the_launcher_without_a_script(tmp_path):
+    done = _launched("-m", "missing.module", folder=tmp_path)
+    assert done.returncode != 0 and "no such" in done.stderr and "Traceback" not in done.stderr

@@ -1,19 +1,16 @@
 """Modules of a user's own around a model, models without a head, embeddings in the place of tokens."""
 
-import logging
-
 import pytest
 import torch
 import transformers
-from causal_lms import TINY, dataset, model_of, worst
-from ranks import processes
+from causal_lms import TINY, dataset, model_of
+from loops import assert_alike, gradients_of, mesh_of, refuses
+from ranks import on_ranks, processes
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from burst_mcore.torch import parallelize
-from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.prepare import sequence_of
 from burst_mcore.wrap import while_set
@@ -23,17 +20,6 @@ WIDTH, TOKENS = TINY["hidden_size"], 41
 
 def _ids(rows=1, tokens=TOKENS):
     return torch.stack([sample["input_ids"] for sample in dataset(rows, tokens=tokens)])
-
-
-def _mesh(size):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-
-
-def _refused(do):
-    with pytest.raises(RefusedError) as caught:
-        do()
-    return str(caught.value)
 
 
 def _features():
@@ -57,13 +43,11 @@ class Around(nn.Module):
 
 def _trained(loss, model):
     loss.backward()
-    whole = {name: p.grad for name, p in model.named_parameters()}
-    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in whole.items()}
-    return loss.item(), whole
+    return loss.item(), gradients_of(model)
 
 
 def _around(rank, size, prepared, wrapper, loss):
-    mesh, model = _mesh(size), Around()
+    mesh, model = mesh_of(size), Around()
     cp = parallelize(model.lm if prepared == "inside" else model, mesh, loss=loss)
     engine = model
     if wrapper == "fsdp":
@@ -90,36 +74,8 @@ def test_around_a_causal_lm(prepared, wrapper, loss):
     """The LM in it is prepared, or all of it; FSDP2's root is the module around."""
     model = Around()
     of_labels, values = model(_ids(), _features(), labels=_ids())
-    want, gradients = _trained(of_labels + values.pow(2).mean(), model)
-    for found, theirs in processes(2, _around, prepared, wrapper, loss):
-        assert found == pytest.approx(want, rel=1e-6)
-        assert worst(theirs, gradients) < 2e-6
-
-
-def _where_fsdp_has_not_all(rank, size):
-    mesh, found = _mesh(size), []
-    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("cp", "one"))["one"]
-    for part, over in (("lm", alone), ("values", mesh)):
-        model = Around()
-        cp = parallelize(model, mesh)
-        fully_shard(getattr(model, part), mesh=over)
-        loss, _ = (
-            model(**cp.shard({"input_ids": _ids(), "features": _features()}))
-            if part == "values"
-            else (model.lm(**cp.shard({"input_ids": _ids()})).loss, None)
-        )
-        found += [_refused(loss.backward)]
-    return found
-
-
-def test_fsdp_that_does_not_reduce():
-    for of_lm, of_rest in processes(2, _where_fsdp_has_not_all):
-        assert of_lm.startswith("refused (reduction): the mesh of fully_shard has not all ranks of cp")
-        assert of_rest.startswith("refused (reduction): nothing reduces lm.model.embed_tokens.weight")
-
-
-def _base(kind="Llama"):
-    return model_of(kind=kind).model
+    want = _trained(of_labels + values.pow(2).mean(), model)
+    assert_alike(processes(2, _around, prepared, wrapper, loss), want, 1e-6, 2e-6)
 
 
 def _vlm():
@@ -138,38 +94,33 @@ def _vlm():
     )
 
 
-MODELS = {
-    "Llama": _base,
-    "Gemma2": lambda: _base("Gemma2"),
-    "Qwen3-VL's": lambda: _vlm().model.language_model,
-}
-
-
-def _headless(rank, size, name):
-    mesh, model = _mesh(size), MODELS[name]().double()
-    cp = parallelize(model, mesh, loss="model", checkpointing="segment" if name == "Llama" else "none")
-    engine = DistributedDataParallel(model)
-    part = cp.shard({"input_ids": _ids(2)})
-    hidden = cp.gather(engine(**part).last_hidden_state, TOKENS)
-    with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
-        whole = model(input_ids=_ids(2), labels=_ids(2)).last_hidden_state
-    return whole, *_trained(hidden[:, -1].pow(2).sum() + hidden.mean(), model)
+MODELS = {"Llama": lambda: model_of().model, "Qwen3-VL's": lambda: _vlm().model.language_model}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_without_a_head(name):
+@on_ranks(2)
+def test_models_without_a_head(rank, size, name):
     """With loss="model" these give hidden states: of a shard, or of whole batches, which the model shards."""
-    model = MODELS[name]().double()
-    hidden = model(input_ids=_ids(2)).last_hidden_state
-    want, gradients = _trained(hidden[:, -1].pow(2).sum() + hidden.mean(), model)
-    for whole, loss, theirs in processes(2, _headless, name):
-        torch.testing.assert_close(whole, hidden, rtol=1e-4, atol=1e-5)
-        assert loss == pytest.approx(want, rel=1e-6)
-        assert worst(theirs, gradients) < 5e-6
+    model, plain = MODELS[name]().double(), MODELS[name]().double()
+    cp = parallelize(
+        model, mesh_of(size), loss="model", checkpointing="none" if "Qwen" in name else "segment"
+    )
+    engine = DistributedDataParallel(model)
+    part = cp.shard({"input_ids": _ids(2)})
+    hidden = cp.gather(engine(**part).last_hidden_state, TOKENS)
+    want = plain(input_ids=_ids(2)).last_hidden_state
+    with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
+        whole = model(input_ids=_ids(2), labels=_ids(2)).last_hidden_state
+    torch.testing.assert_close(whole, want, rtol=1e-4, atol=1e-5)
+    found, of_one = (
+        _trained(x[:, -1].pow(2).sum() + x.mean(), m) for x, m in ((hidden, model), (want, plain))
+    )
+    assert_alike([found], of_one, 1e-6, 5e-6)
 
 
-def _refusals(rank, size):
-    mesh, heads = _mesh(size), {"num_attention_heads": 4, "num_key_value_heads": 2}
+@on_ranks(2)
+def test_what_is_refused(rank, size):
+    mesh, heads = mesh_of(size), {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**TINY, **heads, num_labels=1)
     rewards = transformers.LlamaForSequenceClassification(config)
     two = nn.ModuleList([model_of(), model_of(kind="Qwen3")])
@@ -178,53 +129,34 @@ def _refusals(rank, size):
             hidden_size=24, num_attention_heads=4, num_hidden_layers=1, attention_probs_dropout_prob=0.0
         )
     )
-    found = [
-        _refused(lambda: parallelize(_base(), mesh)),
-        _refused(lambda: parallelize(_vlm(), mesh)),
-        _refused(lambda: parallelize(rewards, mesh, loss="model")),
-        _refused(lambda: parallelize(two, mesh, loss="model")),
-        _refused(lambda: bert(**parallelize(bert, mesh, loss="model").shard({"input_ids": _ids()}))),
-    ]
+
+    def given(model, loss="model"):
+        return lambda: parallelize(model, mesh, loss=loss)
+
+    refuses(
+        ("model: LlamaModel has no head that makes a loss ... ForCausalLM", given(model_of().model, "fused")),
+        ('model: Give its language model alone, with loss="model"', given(_vlm(), "fused")),
+        ("loss: LlamaForSequenceClassification has a loss of its own", given(rewards)),
+        ("model: ModuleList holds a LlamaForCausalLM and a Qwen3ForCausalLM", given(two)),
+        ("mask: bidirectional_mask_function", lambda: bert(**given(bert)().shard({"input_ids": _ids()}))),
+    )
     assert rewards.config._attn_implementation != "burst"
-    return found
 
 
-def test_what_is_refused():
-    want = [
-        "LlamaModel has no head that makes a loss of labels: give the causal LM (of class ...ForCausalLM), "
-        'or, for hidden states of which you make a loss, loss="model"',
-        'Give its language model alone, with loss="model"',
-        "LlamaForSequenceClassification has a loss of its own",
-        "ModuleList holds a LlamaForCausalLM and a Qwen3ForCausalLM: parallelize the causal LM in it alone",
-        "refused (mask): the model asks for a mask that is not served: bidirectional_mask_function",
-    ]
-    for found in processes(2, _refusals):
-        for text, error in zip(want, found, strict=True):
-            assert text in error
-
-
-def _embedded(rank, size):
-    mesh, model = _mesh(size), model_of()
-    cp = parallelize(model, mesh)
+@on_ranks(2)
+def test_embeddings_in_the_place_of_tokens(rank, size):
+    model, plain = model_of(), model_of()
+    cp = parallelize(model, mesh_of(size))
     embeds = model.get_input_embeddings()(_ids(2))
     batch = {"inputs_embeds": embeds, "labels": _ids(2)}
     assert cp.shard({"inputs_embeds": embeds})["shift_labels"].eq(-100).all()
     part = cp.shard(batch)
     assert "input_ids" not in part
-    engine = DistributedDataParallel(model)
-    found = _trained(engine(**part).loss, model)
+    out = plain(input_ids=_ids(2), labels=_ids(2))
+    found = _trained(DistributedDataParallel(model)(**part).loss, model)
+    assert_alike([found], _trained(out.loss, plain), 1e-6, 2e-6)
     with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
         assert model(**batch).loss.item() == pytest.approx(found[0], rel=1e-6)
-        logits = model(inputs_embeds=embeds).logits
-    return *found, logits, _refused(lambda: cp.shard({"labels": _ids(2)}))
-
-
-def test_embeddings_in_the_place_of_tokens():
-    model = model_of()
-    out = model(input_ids=_ids(2), labels=_ids(2))
-    want, gradients = _trained(out.loss, model)
-    for loss, theirs, logits, words in processes(2, _embedded):
-        assert loss == pytest.approx(want, rel=1e-6)
-        assert worst(theirs, gradients) < 2e-6
-        torch.testing.assert_close(logits, out.logits, rtol=1e-4, atol=1e-5)
-        assert words.endswith("got None. In their place may stand inputs_embeds [rows, tokens, hidden]")
+        torch.testing.assert_close(model(inputs_embeds=embeds).logits, out.logits, rtol=1e-4, atol=1e-5)
+    words = "batch: got None. In their place may stand inputs_embeds [rows, tokens, hidden]"
+    refuses((words, lambda: cp.shard({"labels": _ids(2)})))

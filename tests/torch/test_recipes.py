@@ -9,8 +9,8 @@ import recipes
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from causal_lms import VOCABULARY, model_of, worst
-from ranks import processes
+from causal_lms import VOCABULARY, model_of
+from ranks import on_ranks, processes
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_mcore import shard
@@ -40,24 +40,32 @@ def test_every_block_is_run():
         assert sum(words in block for words in (*RUN, FLAGS)) == 1, block
 
 
-def _attends(rank, size, attend):
-    """Hold attend(q, k, v) of zigzag shards to dense attention in documents, gradients too."""
-    torch.manual_seed(0)
-    whole = [torch.randn(24, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)]
-    places = {"rank": rank, "size": size, "layout": "zigzag"}
-    mine = [shard(x.detach(), 0, **places).requires_grad_() for x in whole]
-    q, k, v = (x.transpose(0, 1) for x in whole)
-    document = torch.bucketize(torch.arange(24), ENDS, right=True)
-    allowed = (document[:, None] == document) & torch.ones(24, 24, dtype=torch.bool).tril()
+def _attends(attend, part, whole, allowed, real=slice(None)):
+    """Hold attend(q, k, v) of parts of [..., tokens, heads, dim] to dense attention, gradients too.
+
+    real: tokens of this part that are no padding.
+    """
+    q, k, v = (x.transpose(-3, -2) for x in whole)
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True, scale=SCALE)
-    want = want.transpose(0, 1)
+    want = want.transpose(-3, -2)
     upstream = torch.randn_like(want)
     want.backward(upstream)
+    mine = [part(x.detach()).requires_grad_() for x in whole]
     out = attend(*mine)
-    torch.testing.assert_close(out, shard(want, 0, **places), rtol=1e-12, atol=1e-12)
-    out.backward(shard(upstream, 0, **places))
+    torch.testing.assert_close(out[..., real, :, :], part(want)[..., real, :, :], rtol=1e-12, atol=1e-12)
+    out.backward(part(upstream))
     for x, theirs in zip(mine, whole, strict=True):
-        torch.testing.assert_close(x.grad, shard(theirs.grad, 0, **places), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(x.grad, part(theirs.grad), rtol=1e-12, atol=1e-12)
+    return mine
+
+
+def _attends_in_documents(rank, size, attend):
+    """The same of zigzag shards of two documents."""
+    torch.manual_seed(0)
+    whole = [torch.randn(24, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2)]
+    document = torch.bucketize(torch.arange(24), ENDS, right=True)
+    allowed = (document[:, None] == document) & torch.ones(24, 24, dtype=torch.bool).tril()
+    _attends(attend, lambda x: shard(x, 0, rank=rank, size=size, layout="zigzag"), whole, allowed)
 
 
 class _Config:
@@ -72,7 +80,8 @@ class _Ulysses(_Config):
         __slots__ = ()
 
 
-def _torchtitan(rank, size):
+@on_ranks(2)
+def test_classes_of_torchtitan(rank, size):
     from dataclasses import dataclass
 
     packed = recipes.run("def packed_attention")["packed_attention"]
@@ -89,7 +98,7 @@ def _torchtitan(rank, size):
     assert of is config and config.parallelism.context_parallel_load_balancer == "headtail"
     ends = SimpleNamespace(cu_seq_q=ENDS)
     inner = transform.inner_attention()
-    _attends(rank, size, lambda *qkv: inner.forward(*qkv, attention_metadata=ends, scale=SCALE))
+    _attends_in_documents(rank, size, lambda *qkv: inner.forward(*qkv, attention_metadata=ends, scale=SCALE))
 
     layer = SimpleNamespace(attention=SimpleNamespace())
     before = recipes.run(
@@ -98,11 +107,7 @@ def _torchtitan(rank, size):
         mesh=init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)),
     )["BurstVarlenAttention"]  # fmt: skip
     assert type(layer.attention.inner_attention) is before.Config
-    _attends(rank, size, lambda *qkv: before().forward(*qkv, attention_masks=ends, scale=SCALE))
-
-
-def test_classes_of_torchtitan():
-    processes(2, _torchtitan)
+    _attends_in_documents(rank, size, lambda *qkv: before().forward(*qkv, attention_masks=ends, scale=SCALE))
 
 
 def _magi(group):
@@ -129,7 +134,8 @@ def _magi(group):
     )
 
 
-def _automodel(rank, size):
+@on_ranks(2)
+def test_the_module_of_automodel(rank, size):
     group = dist.group.WORLD
     magi = _magi(group)
     packed = recipes.run("def packed_attention")
@@ -141,32 +147,18 @@ def _automodel(rank, size):
     row, _ = magi.magi_prepare_packed_cp(None, {"input_ids": ids, "labels": ids, "cu_seqlens": ENDS}, group)
     assert row["qkv_format"] == "thd" and row["input_ids"].equal(shard(ids[0], 0, **places))
     own = magi.make_magi_attn_func(SCALE)
-    _attends(rank, size, lambda *qkv: own(*qkv, window_size=(-1, 0)))
+    _attends_in_documents(rank, size, lambda *qkv: own(*qkv, window_size=(-1, 0)))
     with pytest.raises(ValueError, match="windows"):
         own(*(torch.ones(12, 2, 8) for _ in "qkv"), window_size=(4, 0))
 
-    model, ids = model_of(), ids[:, :13]  # of another length than the layout's
-    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
-    alone = model_of()
+    alone, model, ids = model_of(), model_of(), ids[:, :13]  # of another length than the layout's
     want = alone(input_ids=ids, use_cache=False).logits
-    F.cross_entropy(want[0], labels[0], reduction="sum").backward()
     magi.register_magi_attention()
     model.set_attn_implementation("magi")
-    part, _ = magi.magi_prepare_batch(model, {"input_ids": ids, "labels": labels}, group)
-    places_of = {name: part[name] for name in ("input_ids", "position_ids")}
-    logits = model(**places_of, use_cache=False).logits[0]
-    real = part["position_ids"][0] < 13
-    at = part["position_ids"][0][real]
-    torch.testing.assert_close(logits[real], want[0, at], rtol=1e-5, atol=1e-5)
-    F.cross_entropy(logits, part["labels"][0], reduction="sum").backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-    both = ({name: p.grad for name, p in each.named_parameters()} for each in (model, alone))
-    assert worst(*both) < 2e-6
-
-
-def test_the_module_of_automodel():
-    processes(2, _automodel)
+    part, _ = magi.magi_prepare_batch(model, {"input_ids": ids, "labels": ids}, group)
+    at = part["position_ids"]
+    logits = model(input_ids=part["input_ids"], position_ids=at, use_cache=False).logits
+    torch.testing.assert_close(logits[at < 13], want[0, at[at < 13]], rtol=1e-5, atol=1e-5)
 
 
 class _SequenceParallel:
@@ -207,19 +199,12 @@ def _swift(rank, size, lengths, window):
     allowed = (document[:, None] == document) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
     if window:
         allowed = allowed.triu(1 - window)
-    q, k, v = (x.transpose(1, 2) for x in whole)
-    want = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True, scale=SCALE)
-    want = want.transpose(1, 2)
-    upstream = torch.randn_like(want)
-    want.backward(upstream)
-    mine = [shared.part(x.detach(), rank).requires_grad_() for x in whole]
-    out = layer.forward(*mine, None, scaling=SCALE, sliding_window=window, dropout=0.0)
     real = shared.part(torch.ones(1, tokens, dtype=torch.bool), rank)[0]
-    torch.testing.assert_close(out[:, real], shared.part(want, rank)[:, real], rtol=1e-12, atol=1e-12)
-    out.backward(shared.part(upstream, rank))
-    for x, other in zip(mine, whole, strict=True):
-        torch.testing.assert_close(x.grad, shared.part(other.grad, rank), rtol=1e-12, atol=1e-12)
 
+    def attend(*qkv):
+        return layer.forward(*qkv, None, scaling=SCALE, sliding_window=window, dropout=0.0)
+
+    mine = _attends(attend, lambda x: shared.part(x, rank), whole, allowed, real)
     with pytest.raises(ValueError, match="attention is causal here"):
         layer.forward(*mine, None, dropout=0.1)
     for named, own in ({"is_causal": False}, True), ({"is_causal": None}, False), ({}, False):

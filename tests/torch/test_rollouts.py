@@ -1,21 +1,19 @@
 """Rollouts as a tree, folded into one row over ranks, beside the same rollouts as rows of one process."""
 
-import logging
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
-from causal_lms import VOCABULARY, model_of, worst
+from causal_lms import VOCABULARY, model_of
 from counting import count_pairs
-from ranks import processes
-from torch.distributed.device_mesh import init_device_mesh
+from loops import assert_alike, gradients_of, mesh_of, refuses
+from ranks import on_ranks, processes
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from transformers import DynamicCache
 
 from burst_mcore.rollouts import fold
-from burst_mcore.torch import RefusedError, parallelize
+from burst_mcore.torch import parallelize
 
 TEMPERATURE, RATE = 0.7, 0.1
 TEMPERED = {
@@ -67,13 +65,6 @@ def old_and_advantages(rows):
     return old, torch.randn(len(rows), 1, generator=draw)
 
 
-def gradients_of(model):
-    return {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for name, p in model.named_parameters()
-    }
-
-
 def policy_apart(rows, labelled, kind):
     """(loss, gradients) of one process that has a row for each rollout."""
     model, stats = model_of(**kind), []
@@ -88,9 +79,7 @@ def policy_apart(rows, labelled, kind):
 
 
 def policy_folded(rank, size, layout, kind, rows, labelled):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    model = model_of(**kind)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model, mesh = model_of(**kind), mesh_of(size)
     cp = parallelize(model, mesh, config={"layout": layout})
     policy, folded = DistributedDataParallel(model), fold(rows, labelled)
     log_p, entropy = cp.rollout_stats(policy, folded, TEMPERATURE)
@@ -111,10 +100,8 @@ def policy_folded(rank, size, layout, kind, rows, labelled):
 )
 def test_a_policy_gradient_of_a_group_is_that_of_its_rows(layout, kind):
     rows, labelled = group()
-    want, gradients = policy_apart(rows, labelled, kind)
-    for loss, found in processes(4, policy_folded, layout, kind, rows, labelled):
-        assert loss == pytest.approx(want, rel=1e-5)
-        assert worst(found, gradients) < 4e-6
+    want = policy_apart(rows, labelled, kind)
+    assert_alike(processes(4, policy_folded, layout, kind, rows, labelled), want, 1e-5, 4e-6)
 
 
 def stepped_apart(rows, labelled, weights):
@@ -130,9 +117,7 @@ def stepped_apart(rows, labelled, weights):
 
 
 def stepped(rank, size, options, rows, labelled, weights):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    model = model_of()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    model, mesh = model_of(), mesh_of(size)
     cp = parallelize(model, mesh, **options)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -148,15 +133,12 @@ def stepped(rank, size, options, rows, labelled, weights):
 )
 def test_a_step_on_a_tree_is_that_of_weighted_rows(options):
     rows, labelled, weights = turns()
-    want, parameters = stepped_apart(rows, labelled, weights)
-    for loss, found in processes(3, stepped, options, rows, labelled, weights):
-        assert loss == pytest.approx(want, rel=1e-5)
-        assert worst(found, parameters) < 1e-6
+    want = stepped_apart(rows, labelled, weights)
+    assert_alike(processes(3, stepped, options, rows, labelled, weights), want, 1e-5, 1e-6)
 
 
 def counted(rank, size, rows, labelled):
     """(tokens, pairs, bytes) of this rank: of rows apart, and of a tree."""
-    logging.getLogger("burst_mcore").setLevel("ERROR")
     pairs, sent, batch = count_pairs(), [], dist.batch_isend_irecv
 
     def counting(operations):
@@ -165,7 +147,7 @@ def counted(rank, size, rows, labelled):
 
     dist.batch_isend_irecv = counting
     model, found = model_of(num_hidden_layers=1, max_position_embeddings=1024), []
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    mesh = mesh_of(size)
     cp = parallelize(model, mesh, config={"layout": "striped"}, reduction="mean")
     apart = {"input_ids": torch.stack(rows), "labels": torch.stack(rows).where(torch.stack(labelled), -100)}
     for whole in (apart, fold(rows, labelled).batch):
@@ -191,103 +173,52 @@ def test_a_tree_has_a_fifth_of_the_tokens_and_bytes_and_a_third_of_the_pairs():
     assert most < 1.01 * pairs[1] / 4  # striped rows are balanced under a tree as well
 
 
-def refused(do):
-    with pytest.raises(RefusedError) as caught:
-        do()
-    return str(caught.value)
-
-
-def _refusals(rank, size):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    mesh, kinds = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), {}
-    rows, labelled, weights = turns()
-    batch = fold(rows, labelled, weights).batch
-    for name, kind in {
-        "plain": {},
-        "chunked": {"kind": "Llama4Text", "attention_chunk_size": 512, "interleave_moe_layer_step": 5},
-        "hybrid": {"kind": "Lfm2", "layer_types": ["conv", "full_attention"]},
-    }.items():
-        model = model_of(**kind)
-        kinds[name] = model, parallelize(model, mesh, reduction="mean")
-    model, cp = kinds["plain"]
+@on_ranks(2)
+def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks(rank, size):
+    mesh, rows = mesh_of(size), turns()[0]
+    batch = fold(*turns()).batch
+    chunked = {"kind": "Llama4Text", "attention_chunk_size": 512, "interleave_moe_layer_step": 5}
+    hybrid = {"kind": "Lfm2", "layer_types": ["conv", "full_attention"]}
+    cp, of_chunks, of_states, striped = (
+        parallelize(model_of(**kind), mesh, reduction="mean", **options)
+        for kind, options in (({}, {}), (chunked, {}), (hybrid, {}), ({}, {"config": {"layout": "striped"}}))
+    )
     other = fold([*rows, torch.arange(3, 9)] if rank else rows).batch
     part = cp.shard(batch)
-    striped = parallelize(model_of(), mesh, config={"layout": "striped"}, reduction="mean")
-    from transformers import DynamicCache
-
-    def lost():
-        model(**{**part, "tree": batch["tree"] if rank else part["tree"]})
-
-    def sharded(name, change):
-        return cp.shard({**batch, name: change(batch[name])})
-
-    lists = cp.shard({**batch, **{name: batch[name].tolist() for name in ("tree", "label_weights")}})
+    tree, weights, cache = batch["tree"], batch["label_weights"], DynamicCache()
+    lists = cp.shard({**batch, "tree": tree.tolist(), "label_weights": weights.tolist()})
     torch.testing.assert_close(lists, part, rtol=0, atol=0)
     assert "tree" not in cp.shard({"input_ids": batch["input_ids"], "tree": None})
-    return [
-        *(
-            refused(lambda name=name: kinds[name][0](**kinds[name][1].shard(batch)))
-            for name in ("chunked", "hybrid")
-        ),
-        refused(lambda: model(**{**part, "past_key_values": DynamicCache(), "use_cache": True})),
-        refused(lambda: model(**batch)),
-        refused(lambda: model(**striped.shard(batch))),
-        refused(lambda: cp.shard(other)),
-        refused(lambda: cp.shard({**batch, "tree": batch["tree"][:-2]})),
-        refused(lambda: cp.shard({name: x for name, x in batch.items() if name != "shift_labels"})),
-        refused(lost),
-        refused(lambda: sharded("label_weights", lambda x: x[0])),
-        refused(lambda: sharded("label_weights", lambda x: x[:, 1:])),
-        refused(lambda: sharded("label_weights", lambda _: "half")),
-        refused(lambda: sharded("tree", lambda x: x.view(2, -1))),
-        refused(lambda: sharded("tree", lambda x: x.float())),
-        refused(lambda: sharded("tree", lambda x: [["a root"]])),
-        refused(lambda: model(**{**part, "label_weights": part["label_weights"][:, 1:]})),
-        refused(lambda: model(**{**part, "label_weights": [0.5]})),
-        refused(lambda: model(**{**part, "tree": part["tree"].float()})),
-    ]
 
+    def forward(**columns):
+        return lambda: cp.model(**{**part, **columns})
 
-def _refusals_of_one_rank(rank, size):
-    """Columns that are wrong on the last rank alone; the other does not wait."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    model = model_of()
-    part = parallelize(model, mesh, reduction="mean").shard(fold(*turns()).batch)
-    wrong = {"tree": [part["tree"].flip(0), "a tree"], "label_weights": [part["label_weights"][0], [0.5]]}
-    last = rank == size - 1
-    parts = [part | ({name: x} if last else {}) for name in wrong for x in wrong[name]]
-    return [refused(partial(model, **each)) for each in parts]
+    def sharded_by(other):
+        return lambda: other.model(**other.shard(batch))
 
+    def sharded(**columns):
+        return lambda: cp.shard({**batch, **columns})
 
-def test_columns_that_are_wrong_on_one_rank_are_refused_on_all():
-    others, last = processes(2, _refusals_of_one_rank)
-    assert all(text.startswith("refused (another rank): ranks [1]") for text in others)
-    names = ["tree", "tree", "label_weights", "label_weights"]
-    assert [text.partition(")")[0] for text in last] == [f"refused ({name}" for name in names]
+    def of_last(name):
+        return "another rank: ranks [1]", name
 
-
-def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks():
-    want = [
-        "refused (tree): attention in chunks does not know",
-        "refused (tree): Lfm2ShortConv does not know its branches",
-        "refused (tree): a cache does not know its branches",
-        "refused (layout): layout zigzag shards 118 tokens over 2 ranks",
-        "refused (tree): position_ids of the whole row",
-        "refused (batch): ranks of a CP group were given different whole batches",
-        "refused (tree): ",
-        "refused (tree): it needs shift_labels",
-        "refused (tree): ranks of a CP group have different trees",
-        "refused (label_weights): label_weights must be numbers, (1, 59) as input_ids are, got (59,)",
-        "refused (label_weights): label_weights must be numbers, (1, 59) as input_ids are, got (1, 58)",
-        "refused (batch): label_weights must be a tensor, or lists of numbers",
-        "refused (tree): a tree has one dim, parents and then lengths, got (2, ",
-        "refused (tree): a tree must be integers, got torch.float32",
-        "refused (batch): tree must be a tensor, or lists of numbers",
-        "refused (label_weights): they must be [1, 30] as the tokens are, got [1, 29]",
-        "refused (label_weights): they must be [1, 30] as the tokens are, got list",
-        "refused (tree): a tree must be integers, got torch.float32",
-    ]
-    for errors in processes(2, _refusals):
-        for text, error in zip(want, errors, strict=True):
-            assert error.startswith(text), error
-            assert "\n" not in error
+    refuses(
+        ("tree: attention in chunks does not", sharded_by(of_chunks)),
+        ("tree: Lfm2ShortConv does not know", sharded_by(of_states)),
+        ("tree: a cache does not know", forward(past_key_values=cache, use_cache=True)),
+        ("layout: layout zigzag shards 118 tokens over 2 ranks", lambda: cp.model(**batch)),
+        ("tree: position_ids of the whole row", lambda: cp.model(**striped.shard(batch))),
+        ("batch: ranks of a CP group were given different whole", lambda: cp.shard(other)),
+        ("tree", sharded(tree=tree[:-2])),
+        ("tree: it needs shift_labels", sharded(shift_labels=None)),
+        ("tree: ranks of a CP group have dif", forward(tree=tree if rank else part["tree"])),
+        ("label_weights: ... , (1, 59) as input_ids are", sharded(label_weights=weights[0])),
+        ("batch: label_weights must be a tensor, or", sharded(label_weights="half")),
+        ("tree: a tree has one dim, parents and then", sharded(tree=tree.view(2, -1))),
+        ("tree: a tree must be integers, got torch.float32", sharded(tree=tree.float())),
+        ("batch: tree must be a tensor, or lists of numbers", sharded(tree=[["a root"]])),
+        ("label_weights: they must be [1, 30] as ... got list", forward(label_weights=[0.5])),
+        ("tree: a tree must be integers, got", forward(tree=part["tree"].float())),
+        (of_last("tree"), forward(tree=part["tree"].flip(0) if rank else part["tree"])),
+        (of_last("label_weights"), forward(label_weights=[0.5] if rank else part["label_weights"])),
+    )

@@ -1,17 +1,14 @@
 """Log-probabilities and entropies of tokens without logits, and a policy gradient made of them."""
 
-import logging
-
 import pytest
 import torch
 from causal_lms import dataset, model_of, worst
 from live import LiveBytes
-from loops import tensor_parallel
-from ranks import processes
-from torch.distributed.device_mesh import init_device_mesh
+from loops import assert_alike, gradients_of, mesh_of, refuses, tensor_parallel
+from ranks import on_ranks, processes
 from torch.distributed.fsdp import fully_shard
 
-from burst_mcore.torch import RefusedError, parallelize, token_statistics
+from burst_mcore.torch import parallelize, token_statistics
 
 TOKENS = 37
 
@@ -83,109 +80,83 @@ def test_peak_memory_is_that_of_a_chunk():
     assert peaks[1] - peaks[0] < (512 - 64) * a_token, peaks  # logits are 2048 bytes a token
 
 
-@pytest.mark.parametrize("temperature", [0.0, float("nan"), torch.ones(3)])
-def test_temperatures_that_are_none(temperature):
+def test_temperatures():
+    """Those of ignored labels are not read."""
     (hidden, weight, _), labels, *_ = _head()
-    with pytest.raises(ValueError, match="temperature must be"):
-        token_statistics(hidden, weight, labels, temperature)
-
-
-@pytest.mark.parametrize("temperature", [[0.0, 2.0, float("nan")], [1.0, 2.0, float("inf")]])
-def test_temperatures_of_ignored_labels_are_not_read(temperature):
-    (hidden, weight, _), labels, *_ = _head()
-    temperature = torch.tensor(temperature * 3).expand(2, 9)
-    legal = (temperature > 0) & temperature.isfinite()
+    for temperature in (0.0, float("nan"), torch.ones(3)):
+        with pytest.raises(ValueError, match="temperature must be"):
+            token_statistics(hidden, weight, labels, temperature)
+    temperature = torch.tensor([0.0, 2.0, float("nan")] * 3).expand(2, 9)
+    legal = temperature > 0
     kept = torch.where(legal, labels, -100)
     want = token_statistics(hidden, weight, kept, temperature.where(legal, 1.0))
     torch.testing.assert_close(token_statistics(hidden, weight, kept, temperature), want, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="temperature must be finite and above 0, got (nan|inf)"):
+    with pytest.raises(ValueError, match="temperature must be finite and above 0, got nan"):
         token_statistics(hidden, weight, labels, temperature)
 
 
-def _of_other_temperatures(rank, size):
+@on_ranks(2)
+def test_temperatures_are_those_of_all_ranks(rank, size):
     (hidden, weight, _), labels, temperature, _ = _head()
-    errors = []
-    for mine in (-1.0 if rank else 1.0, "cold" if rank else 1.0, 1.0 + rank, temperature + rank):
-        with pytest.raises(ValueError, match="rank") as caught:
-            rows = weight.detach()[rank * 12 :][:12]
-            token_statistics(hidden, rows, labels, mine, tp_group=torch.distributed.group.WORLD)
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_temperatures_are_those_of_all_ranks():
-    wanted = (
-        "rank 1: temperature must be finite and above 0, got -1.0",
-        "rank 1: temperature must be a number, or one for each label, got 'cold'",
-        *["ranks make different calls: ranks [0]: checksums of labels, and of weights or temperatures"] * 2,
+    rows, group = weight.detach()[rank * 12 :][:12], torch.distributed.group.WORLD
+    different = (
+        r"ranks make different calls: ranks \[0\]: checksums of labels, and of weights or temperatures"
     )
-    for errors in processes(2, _of_other_temperatures):
-        assert all(error.startswith(text) for error, text in zip(errors, wanted, strict=True)), errors
-
-
-def _of_one_rank(rank, size, late):
-    """What every rank of TP x CP is told of a temperature, and of batches, that one of them has.
-
-    late: the model is sharded over TP once it is parallelized.
-    """
-    logging.getLogger("burst_mcore").setLevel("ERROR")
-    ids, labels, *_ = _batch()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    model = model_of()
-    if late:
-        cp = parallelize(model, mesh["cp"])
-        tensor_parallel(model, mesh["tp"])
-    else:
-        tensor_parallel(model, mesh["tp"])
-        cp = parallelize(model, mesh["cp"])
-    fully_shard(model, mesh=mesh["cp"])
-    told = []
-    with pytest.raises(RefusedError) as refused:
-        cp.token_stats(model, cp.shard({"input_ids": ids, "labels": labels}), -1.0 if rank == 2 else 1.0)
-    told.append(refused.value.name)
-    with pytest.raises(RefusedError) as refused:
-        cp.shard({"input_ids": ids.float() if rank == 1 else ids})
-    told.append(refused.value.name)
-    loaded = iter(cp.loader([{"input_ids": x} for x in (ids, ids.float() if rank == 1 else ids)]))
-    next(loaded)
-    with pytest.raises(RefusedError) as refused:
-        next(loaded)
-    return [*told, refused.value.name]
+    for mine, words in (
+        (-1.0 if rank else 1.0, "rank 1: temperature must be finite and above 0, got -1.0"),
+        ("cold" if rank else 1.0, "rank 1: temperature must be a number, or one for each label, got 'cold'"),
+        (1.0 + rank, different),
+        (temperature + rank, different),
+    ):
+        with pytest.raises(ValueError, match=words):
+            token_statistics(hidden, rows, labels, mine, tp_group=group)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_neighbours_of_tensor_parallelism_do_not_wait_for_a_rank_that_refuses(late):
-    found = processes(4, _of_one_rank, late)
-    assert [names[0] for names in found] == ["another rank", "another rank", "temperature", "another rank"]
-    for number in (1, 2):
-        told = [names[number] for names in found]
-        assert told == ["another rank", "batch", "another rank", "another rank"]
-
-
-def _over_a_vocabulary(rank, size):
-    (hidden, weight, bias), labels, temperature, upstream = _head(vocabulary=9 if size == 4 else 23)
-    rows = -(-len(weight) // size)
-    mine = [x.detach()[rank * rows :][:rows].requires_grad_() for x in (weight, bias)]
-    found = torch.stack(
-        token_statistics(
-            hidden, mine[0], labels, temperature, bias=mine[1], tp_group=torch.distributed.group.WORLD
-        )
+@on_ranks(4)
+def test_neighbours_of_tensor_parallelism_do_not_wait_for_a_rank_that_refuses(rank, size, late):
+    """late: the model is sharded over TP once it is parallelized."""
+    ids, labels, *_ = _batch()
+    mesh, model = mesh_of(size, "cp", "tp"), model_of()
+    if not late:
+        tensor_parallel(model, mesh["tp"])
+    cp = parallelize(model, mesh["cp"])
+    if late:
+        tensor_parallel(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["cp"])
+    batch = cp.shard({"input_ids": ids, "labels": labels})
+    odd = {"input_ids": ids.float() if rank == 1 else ids}
+    loaded = iter(cp.loader([{"input_ids": ids}, odd]))
+    next(loaded)
+    other, of_rank_1 = "another rank", ("another rank", "batch", "another rank", "another rank")
+    refuses(
+        (
+            (other, other, "temperature", other),
+            lambda: cp.token_stats(model, batch, -1.0 if rank == 2 else 1.0),
+        ),
+        (of_rank_1, lambda: cp.shard(odd)),
+        (of_rank_1, lambda: next(loaded)),
     )
-    gradients = torch.autograd.grad(found, [hidden, *mine], upstream)
-    return found.detach(), *gradients
+
+
+def _over_a_vocabulary(rank, size, leaves, labels, temperature, upstream):
+    hidden, weight, bias = (x.detach() for x in leaves)
+    rows = -(-len(weight) // size)
+    mine = [hidden.requires_grad_(), *(x[rank * rows :][:rows].requires_grad_() for x in (weight, bias))]
+    how = {"bias": mine[2], "tp_group": torch.distributed.group.WORLD}
+    found = torch.stack(token_statistics(*mine[:2], labels, temperature, **how))
+    want = torch.stack(_plain(leaves[0] @ leaves[1].T + leaves[2], labels, temperature))
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    of_hidden, *others = torch.autograd.grad(want, leaves, upstream)
+    theirs = [of_hidden, *(x[rank * rows :][:rows] for x in others)]
+    for ours, true in zip(torch.autograd.grad(found, mine, upstream), theirs, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])  # of 4 ranks and 9 rows, the last has none
 def test_a_vocabulary_over_ranks(ranks):
-    leaves, labels, temperature, upstream = _head(vocabulary=9 if ranks == 4 else 23)
-    want = torch.stack(_plain(leaves[0] @ leaves[1].T + leaves[2], labels, temperature))
-    of_hidden, *others = torch.autograd.grad(want, leaves, upstream)
-    every = processes(ranks, _over_a_vocabulary)
-    for found, mine, *_ in every:
-        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(mine, of_hidden, rtol=1e-11, atol=1e-11)
-    for i, theirs in enumerate(others):
-        torch.testing.assert_close(torch.cat([each[2 + i] for each in every]), theirs, rtol=1e-11, atol=1e-11)
+    leaves, *others = _head(vocabulary=9 if ranks == 4 else 23)
+    processes(ranks, _over_a_vocabulary, leaves, *others)
 
 
 def _batch():
@@ -214,14 +185,12 @@ def _policy_of_one(kind):
     log_p, entropy = _plain(logits, shifted, temperature)
     loss = _policy_loss(log_p, entropy, old, advantages, shifted >= 0)
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    return loss.item(), gradients_of(model)
 
 
 def _policy(rank, size, names, kind, whole):
-    logging.getLogger("burst_mcore").setLevel("ERROR")
     ids, labels, old, advantages, temperature = _batch()
-    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
-    model = model_of(**kind)
+    mesh, model = mesh_of(size, *names), model_of(**kind)
     if "tp" in names:
         tensor_parallel(model, mesh["tp"])
     cp = parallelize(model, mesh["cp"])
@@ -238,7 +207,7 @@ def _policy(rank, size, names, kind, whole):
         real = batch["shift_labels"] >= 0
         loss = cp.whole_loss(_policy_loss(log_p, entropy, **mine, real=real) * real.sum(), real.sum())
     loss.backward()
-    return loss.item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return loss.item(), gradients_of(model)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +220,5 @@ def _policy(rank, size, names, kind, whole):
     ],
 )
 def test_a_policy_gradient(names, kind, whole):
-    want, gradients = _policy_of_one(kind)
-    for loss, found in processes(2 ** len(names), _policy, names, kind, whole):
-        assert loss == pytest.approx(want, rel=1e-5)
-        assert worst(found, gradients) < 2e-6
+    found = processes(2 ** len(names), _policy, names, kind, whole)
+    assert_alike(found, _policy_of_one(kind), 1e-5, 2e-6)

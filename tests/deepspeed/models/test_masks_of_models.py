@@ -9,7 +9,8 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import processes
+from loops import refuses
+from ranks import on_ranks, processes
 from torch.nn.functional import pad
 from transformers import masking_utils as hf
 from zoo import TOWER, blocks, model_of, sharded, worst
@@ -20,7 +21,7 @@ from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.attention import Sequence, mask_of, running
+from burst_mcore.transformers.models.attention import Sequence, attend, mask_of, running
 
 TEXT = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip
@@ -68,15 +69,15 @@ def _batch(seed=1):
     return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(2, 64, generator=generator) < 0.3, -100)}
 
 
-def _compared(model, batch, want, **section):
-    """Errors of loss and gradients over shards, from a model that has its gradients."""
+def _assert_alike(model, batch, want, name, **section):
+    """Hold loss and gradients over shards to those of a model that has its gradients."""
     other = copy.deepcopy(model)
     other.zero_grad(set_to_none=True)
-    return abs(sharded(other, batch, **section).item() / want - 1), worst(other, model)
+    assert sharded(other, batch, **section).item() == pytest.approx(want, rel=1e-5), (name, section)
+    assert worst(other, model) < 5e-5, (name, section)
 
 
 def _blocks_seen(rank, size, cells):
-    found = {}
     for name, layout in cells:
         model, batch = _model(name), _batch()
         causal = copy.deepcopy(model)
@@ -84,15 +85,14 @@ def _blocks_seen(rank, size, cells):
         batch |= _types(name, blocks())
         loss = model(**batch).loss
         loss.backward()
-        errors = _compared(model, batch, loss.item(), layout=layout)
-        found[name, layout] = *errors, worst(causal, model)
-    return found
+        _assert_alike(model, batch, loss.item(), name, layout=layout)
+        assert worst(causal, model) > 1e-2, name
 
 
 @pytest.mark.parametrize(
     ("size", "cells"),
     [
-        (2, [("gemma3", "striped"), ("hrm_text", "zigzag"), ("paligemma", "zigzag"), ("molmo2", "zigzag")]),
+        (2, [("hrm_text", "zigzag"), ("paligemma", "zigzag"), ("molmo2", "zigzag")]),
         (4, [("gemma3", "contiguous"), ("gemma4", "striped")]),
         pytest.param(
             4,
@@ -104,23 +104,16 @@ def _blocks_seen(rank, size, cells):
     ids=["2", "4", "all"],
 )  # fmt: skip
 def test_tokens_of_a_block_see_each_other(size, cells):
-    for found in processes(size, _blocks_seen, cells):
-        for cell, (loss, gradients, from_causal) in found.items():
-            assert loss < 1e-5 and gradients < 5e-5 and from_causal > 1e-2, (
-                cell,
-                loss,
-                gradients,
-                from_causal,
-            )
+    processes(size, _blocks_seen, cells)
 
 
 LENGTHS = [[20, 37, 7], [41, 23]]
 
 
-def _documents(rank, size, names):
+@on_ranks(2)
+def test_blocks_of_documents_and_of_padded_rows(rank, size):
     """Packed rows, and padded rows that end with an image: against each document alone."""
-    found = {}
-    for name in names:
+    for name in ("gemma3", "hrm_text", "paligemma"):
         batch, types = _batch(), torch.zeros(2, 64, dtype=torch.int64)
         types[0, 2:19] = types[0, 22:30] = types[0, 40:53] = types[1, :40] = types[1, 41:60] = 1
         if name == "gemma3":
@@ -139,10 +132,7 @@ def _documents(rank, size, names):
         want = sum(losses)
         want.backward()
         places = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
-        found[name, "packed"] = _compared(
-            model, batch | {"position_ids": places}, want.item(), layout="zigzag"
-        )
-
+        _assert_alike(model, batch | {"position_ids": places}, want.item(), name, layout="zigzag")
         right, left = cut[0], cut[3]
         model.zero_grad(set_to_none=True)
         labels = [(each["labels"] != -100).sum() for each in (right, left)]
@@ -155,33 +145,20 @@ def _documents(rank, size, names):
             for each, place in ((right, (0, 25)), (left, (4, 0)))
         ]
         padded = {k: torch.cat([row[k] for row in rows]) for k in rows[0]}
-        found[name, "padded"] = _compared(model, padded, want.item(), layout="striped")
-    return found
+        _assert_alike(model, padded, want.item(), name, layout="striped")
 
 
-def test_blocks_of_documents_and_of_padded_rows():
-    for found in processes(2, _documents, ("gemma3", "hrm_text", "paligemma")):
-        for cell, errors in found.items():
-            assert errors[0] < 1e-5 and errors[1] < 5e-5, (cell, errors)
-
-
-def _generated(rank, size, names):
-    found = {}
-    for name in names:
+@on_ranks(2)
+def test_generate_sees_blocks_of_the_prompt_and_chunks(rank, size):
+    """Chunks of Llama 4 end within what is generated: keys of an earlier chunk are in the cache, unseen."""
+    for name in ("gemma3", "hrm_text", "llama4_text"):
         model = _model(name).eval()
         prompt = _batch()["input_ids"][:, :41]
         types = {} if name == "llama4_text" else _types(name, blocks()[:, :41])
         asked = {**types, "max_new_tokens": 9, "do_sample": False, "use_cache": True}
         want = model.generate(prompt, **asked)
         prepare_for_engine(model, Section(), unit_of(size))
-        found[name] = torch.equal(want, model.generate(prompt, **asked))
-    return found
-
-
-def test_generate_sees_blocks_of_the_prompt_and_chunks():
-    """Chunks of Llama 4 end within what is generated: keys of an earlier chunk are in the cache, unseen."""
-    for found in processes(2, _generated, ("gemma3", "hrm_text", "llama4_text")):
-        assert all(found.values()), found
+        assert torch.equal(want, model.generate(prompt, **asked)), name
 
 
 def _leaf(word, number):
@@ -230,8 +207,9 @@ def test_functions_are_read_as_the_masks_that_they_are(function, ends, seed):
         assert torch.equal(masks[row if len(masks) > 1 else 0].allows(at, at), want)
 
 
-def _refused_batches(rank, size, _):
-    model = _model("gemma3")
+@on_ranks(2)
+def test_blocks_that_cannot_be_are_refused_on_all_ranks(rank, size):
+    model, text = _model("gemma3"), model_of("gemma3_text")
     cp = parallelize(model, torch.distributed.group.WORLD, config={"layout": "zigzag"})
     batch, types = _batch(), torch.zeros(2, 64, dtype=torch.int64)
     types[1, 30:45] = 1
@@ -239,60 +217,41 @@ def _refused_batches(rank, size, _):
     places = torch.arange(64).expand(2, -1).clone()
     places[:, 40:] -= 40
     over = cp.shard(batch | {"position_ids": places, "token_type_ids": types})
+    of_text = parallelize(text, torch.distributed.group.WORLD).shard(batch | {"token_type_ids": types})
     alone = {name: x for name, x in part.items() if name != "token_type_ids"}
     merged = {name: x for name, x in part.items() if name != "input_ids"}
     merged["inputs_embeds"] = model.get_input_embeddings()(part["input_ids"])
-    same = torch.equal(model(**merged).loss, model(**part).loss)
-    text = model_of("gemma3_text")
-    text_cp = parallelize(text, torch.distributed.group.WORLD)
-    words = []
-    for asked, columns in (
-        (model, part | {"pixel_values": torch.zeros(1)}),
-        (model, alone | {"token_type_ids": types}),
-        (model, part if rank else alone),
-        (model, over),
-        (model, part | {"tree": torch.tensor([-1, 64])}),
-        (text, text_cp.shard(batch | {"token_type_ids": types})),
-    ):
-        with pytest.raises(RefusedError) as refused:
-            asked(**columns)
-        words.append(str(refused.value))
-    return same, *words
+    assert torch.equal(model(**merged).loss, model(**part).loss)  # embeddings in the place of tokens
+    picture, tree = torch.zeros(1), torch.tensor([-1, 64])
+    refuses(
+        ("batch: pixel_values are merged with whole sequences", lambda: model(**part, pixel_values=picture)),
+        ("token_type_ids: they must be [2, 32] as the tokens", lambda: model(**alone, token_type_ids=types)),
+        ("batch: ranks [1] of the CP group have token_type", lambda: model(**(part if rank else alone))),
+        ("mask: tokens [30, 45) of row 1 are one block, and a document ends at 40", lambda: model(**over)),
+        ("tree: a mask of types of tokens does not know its branches", lambda: model(**part, tree=tree)),
+        ("model: Gemma3Attention hands token_type_ids to its attention", lambda: text(**of_text)),
+    )
 
 
-def test_blocks_that_cannot_be_are_refused_on_all_ranks():
-    for found in processes(2, _refused_batches, None):
-        assert found == (
-            True,  # embeddings in the place of tokens
-            "refused (batch): pixel_values are merged with whole sequences: give inputs_embeds",
-            "refused (token_type_ids): they must be [2, 32] as the tokens are, got [2, 64]",
-            "refused (batch): ranks [1] of the CP group have token_type_ids, the others none",
-            "refused (mask): tokens [30, 45) of row 1 are one block, and a document ends at 40: a block of "
-            "tokens that see each other lies in one document",
-            "refused (tree): a mask of types of tokens does not know its branches: use rows apart",
-            "refused (model): Gemma3Attention hands token_type_ids to its attention, which is not served. "
-            "What the model need not have, leave out of the batch",
-        )
-
-
-def test_masks_of_unknown_functions_are_refused_by_name():
+def test_masks_that_are_not_served_are_refused_by_name():
     def causal_mask_function(batch, head, q, k):
         return k <= q + 1
 
     causal, ids = hf.causal_mask_function, torch.zeros(1, 4, dtype=torch.int64)
+    own = {"batch_size": 1, "q_length": 4, "kv_length": 4}
+    with pytest.raises(RefusedError, match="attention outside of an engine"):
+        mask_of(**own, mask_function=causal)
     for function, words in (
-        (causal_mask_function, "a mask that is not served: test_masks_of_models.test_masks_of_unknown"),
-        (
-            hf.or_masks(causal, lambda *_: torch.tensor(True)),
-            "not served: test_masks_of_models.test_masks_of",
-        ),
+        (causal_mask_function, "a mask that is not served: test_masks_of_models.test_masks_that_are_not"),
+        (hf.bidirectional_mask_function, "a mask that is not served: bidirectional_mask_function"),
+        (hf.chunked_overlay(4, torch.zeros(1)), "asks for attention that is not causal"),
         (hf.and_masks(causal, hf.sliding_window_bidirectional_overlay(3)), "sliding_window_bidirectional"),
         (hf.or_masks(causal, hf.sliding_window_overlay(3)), "asks for attention that is not causal"),
-        (
-            hf.or_masks(causal, hf.blockwise_overlay(ids)),
-            "makes blocks of 4 of 8 tokens: not served",
-        ),
+        (hf.or_masks(causal, hf.blockwise_overlay(ids)), "makes blocks of 4 of 8 tokens: not served"),
     ):
         sequence = Sequence(Topology.single(), BurstConfig(), 8)
         with running(sequence), pytest.raises(RefusedError, match=re.escape(words)):
-            mask_of(batch_size=1, q_length=4, kv_length=4, mask_function=function)
+            mask_of(**own, mask_function=function)
+    q = torch.randn(1, 2, 8, 4)
+    with pytest.raises(RefusedError, match="Linear got no mask"):
+        attend(torch.nn.Linear(1, 1), q, q, q, None)

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from causal_lms import THREE_STEPS, hybrid_of
 from engines import SMALL, dataset, model_of, quiet, worst
-from ranks import processes
+from ranks import on_ranks, processes
+from trainers import accuracy, forget, logged
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.transformers.data.batches import collated
@@ -37,15 +38,6 @@ def parallelism(sp):
     )
 
 
-def forget():
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
 def arguments_of(folder, sp, *, kind=None, stage=2, zero=(), section=None, **options):
     """TrainingArguments: with sp None those of plain training in one process."""
     from transformers import TrainingArguments
@@ -65,21 +57,8 @@ def weights(trainer):
     return {name: (p if full is None else full).detach().clone() for name, (full, p) in found.items()}
 
 
-def log_of(trainer, name):
-    return log_of_history(trainer.state.log_history, name)
-
-
-def log_of_history(history, name):
+def log_of(history, name):
     return [entry[name] for entry in history if name in entry]
-
-
-def accuracy(predicted):
-    """Of the next token, with unshifted labels as the plain Trainer hands them over."""
-    said, labels = np.argmax(predicted.predictions[:, :-1], -1), predicted.label_ids[:, 1:]
-    return {
-        "accuracy": float((said == labels)[labels != -100].mean()),
-        "shape": predicted.predictions.shape[1],
-    }
 
 
 def with_lora():
@@ -110,31 +89,13 @@ def of_labels(self, model, inputs, return_outputs=False, **_):
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def of_shifted(self, model, inputs, return_outputs=False, **options):
-    """The same of shifted labels, where ranks share the sequence."""
-    if self.args.deepspeed is None:
-        return of_labels(self, model, inputs)
-    labels = inputs.pop("shift_labels")
-    logits = model(**inputs).logits.flatten(0, 1)
-    total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
-    return burst.whole_loss(total, (labels != -100).sum())
-
-
 def of_shards(self, model, inputs, return_outputs=False, **options):
-    """The same of each rank's logits alone."""
+    """The same, of a shard that the loss itself asks for."""
     if self.args.deepspeed is None:
         return of_labels(self, model, inputs)
     (part,) = burst.shard_loader(iter([inputs]), model)
     assert part["input_ids"].numel() < inputs["input_ids"].numel()
-    return of_shifted(self, model, part)
-
-
-def penalised(self, model, inputs, **options):
-    """The model's loss, and a penalty on weights that is as large."""
-    from transformers import Trainer
-
-    loss = Trainer.compute_loss(self, model, inputs, **options)
-    return loss + 0.1 * sum(p.square().sum() for p in model.parameters() if p.dim() > 1)
+    return own_compute_loss(self, model, part)
 
 
 def trained(
@@ -161,81 +122,79 @@ def trained(
     trainer.train(resume_from_checkpoint=resume)
     if evaluated is not None:
         trainer.evaluate()
-    if metrics is not None:
-        said = trainer.predict(evaluated)
-        trainer.state.log_history.append({"predicted": (said.predictions, said.label_ids)})
-    found = log_of(trainer, "loss"), log_of(trainer, "grad_norm"), weights(trainer), trainer.state.log_history
+    figures = logged(trainer, "loss", "grad_norm")
+    found = figures["loss"], figures["grad_norm"], weights(trainer), trainer.state.log_history
     if sp is not None:
         trainer.model_wrapped.destroy()
         forget()
     return found
 
 
-def plain(rank, size, calls):
-    quiet()
-    return [trained(**call) for call in calls]
-
-
 def _compiles(self, *_):
     raise AssertionError(f"DeepSpeed compiles {self.name}")
 
 
-def sharded(rank, size, sp, calls):
+def _runs(rank, size, run, sp, calls):
+    """What `run` finds for each of `calls`: over CP groups, each rank in a folder of its own, or alone."""
     from deepspeed.ops.op_builder import OpBuilder
 
     quiet()
-    OpBuilder.jit_load = _compiles
-    burst.replace_ulysses()
-    return [trained(sp=sp, **{**call, "folder": f"{call['folder']}/{rank}"}) for call in calls]
+    if sp is not None:
+        OpBuilder.jit_load = _compiles
+        burst.replace_ulysses()
+    return [run(**{**call, "sp": sp, "folder": f"{call['folder']}/{sp}/{rank}"}) for call in calls]
 
 
-def _alike(found, want, *, count=3):
-    losses, norms, parameters, _ = found
-    assert len(losses) == count
-    assert losses == pytest.approx(want[0], rel=1e-5)
-    assert norms == pytest.approx(want[1], rel=1e-5)
-    assert worst(parameters, want[2]) < 1e-6
-    unlike = worst(parameters, dict(model_of().named_parameters()))
-    assert unlike > 1e-3  # it was trained
-
-
-def _compare(sp, size, calls, folder):
-    """Each call on CP groups beside the same with as many more micro-batches in one process."""
+def _hold(sp, size, cases, folder):
+    """Hold each case on CP groups to the same with as many more micro-batches in one process."""
     replicas = size // sp
-    alone = []
-    for call in calls:
-        options = dict(call)
-        options["gradient_accumulation_steps"] = call.get("gradient_accumulation_steps", 1) * replicas
-        alone.append({**options, "sp": None, "folder": f"{folder}/plain"})
-    (want,) = processes(1, plain, alone)
-    every = processes(size, sharded, sp, [{**call, "folder": f"{folder}/sp"} for call in calls])
-    return [(found, want) for found in every]
+    alone = [{**case, "folder": folder} for case in cases.values()]
+    for case in alone:
+        case["gradient_accumulation_steps"] = case.get("gradient_accumulation_steps", 1) * replicas
+    (want,) = processes(1, _runs, trained, None, alone)
+    every = processes(size, _runs, trained, sp, [{**case, "folder": folder} for case in cases.values()])
+    for found in every:
+        for name, ours, theirs in zip(cases, found, want, strict=True):
+            assert ours[0] and ours[0] == pytest.approx(theirs[0], rel=1e-5), name
+            assert ours[1] == pytest.approx(theirs[1], rel=1e-5), name
+            assert worst(ours[2], theirs[2]) < 1e-6, name
+            for key in ("learning_rate", "epoch", "num_input_tokens_seen"):
+                assert log_of(ours[3], key) == log_of(theirs[3], key), (name, key)
+            for key in ("eval_loss", "eval_accuracy", "eval_shape"):
+                mine, own = (log_of(x[3], key) for x in (ours, theirs))
+                assert mine == pytest.approx(own, rel=1e-5), (name, key)
+                wanted = "metrics" if key != "eval_loss" else "evaluated"
+                assert bool(own) == (wanted in cases[name]), (name, key)
+            if replicas == 1 and cases[name].get("stage", 2) < 3:  # under ZeRO-3 the count is another
+                operations = [log_of(x[3], "total_flos") for x in (ours, theirs)]
+                assert operations[0] == pytest.approx(operations[1], rel=1e-6), name
+    return want
 
 
 UNEQUAL = dataset(12, tokens=40)
 ROWS = [{name: x[: 20 + 3 * i] for name, x in row.items()} for i, row in enumerate(dataset(12, tokens=60))]
 
 
-CASES = [
-    {"data": UNEQUAL},
-    {"data": UNEQUAL, "gradient_accumulation_steps": 2, "stage": 3},
-    {"data": ROWS, "per_device_train_batch_size": 2, "section": {"fused_loss": False}},
-    {"data": UNEQUAL, "gradient_accumulation_steps": 3, "average_tokens_across_devices": False},
-]
+CASES = {
+    "a batch a step": {"data": UNEQUAL},
+    "accumulation, ZeRO-3": {"data": UNEQUAL, "gradient_accumulation_steps": 2, "stage": 3},
+    "rows": {"data": ROWS, "per_device_train_batch_size": 2, "section": {"fused_loss": False}},
+    "means of devices": {
+        "data": UNEQUAL, "gradient_accumulation_steps": 3, "average_tokens_across_devices": False,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("sp", "size", "cases"),
-    [
-        (2, 2, CASES),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 4, CASES[:2]), (4, 4, CASES))),
-    ],
+    ("sp", "size"),
+    [(2, 2), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 4), (4, 4)))],
     ids=["SP2", "DP2xSP2", "SP4"],
 )
-def test_tokens_are_averaged_as_without_groups(sp, size, cases, tmp_path):
-    for found, want in _compare(sp, size, cases, tmp_path):
-        for ours, theirs in zip(found, want, strict=True):
-            _alike(ours, theirs)
+def test_tokens_are_averaged_as_without_groups(sp, size, tmp_path):
+    cases = {name: CASES[name] for name in list(CASES)[: 2 if size > sp else None]}
+    for losses, _, parameters, _ in _hold(sp, size, cases, str(tmp_path)):
+        assert len(losses) == 3
+        assert worst(parameters, dict(model_of().named_parameters())) > 1e-3  # it was trained
 
 
 def _flattened(rows):
@@ -258,10 +217,7 @@ OTHERS = {
         "data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "evaluated": UNEQUAL[:5],
     },
     "loss of labels": {"data": UNEQUAL, "own": [("compute_loss", of_labels)]},
-    "loss of shifted labels": {"data": UNEQUAL, "own": [("compute_loss", of_shifted)]},
     "loss of shards": {"data": UNEQUAL, "own": [("compute_loss", of_shards)]},
-    "loss of logits, ZeRO-3": {"data": UNEQUAL, "own": [("compute_loss", own_compute_loss)], "stage": 3},
-    "a penalty": {"data": UNEQUAL, "own": [("compute_loss", penalised)]},
     "flattened rows": {
         "data": ROWS, "data_collator": _flattened, "per_device_train_batch_size": 2,
         "include_num_input_tokens_seen": "all",
@@ -270,38 +226,20 @@ OTHERS = {
         "data": ROWS, "model": hybrid_of, "per_device_train_batch_size": 2, "evaluated": ROWS[:3],
         "section": {"layout": "zigzag"},
     },
-    "offload": {
-        "data": UNEQUAL, "optim": "adamw_torch", "learning_rate": 1e-3,
-        "zero": {"offload_optimizer": {"device": "cpu"}},
+    "evaluated in training": {
+        "data": UNEQUAL, "evaluated": ROWS[:5], "eval_strategy": "steps", "eval_steps": 2,
+        "eval_on_start": True,
     },
-    "equal labels": {"data": [{"input_ids": r["input_ids"], "labels": r["input_ids"]} for r in UNEQUAL]},
+    "metrics, loss of the model": {
+        "data": UNEQUAL, "evaluated": ROWS[:7], "metrics": accuracy, "section": {"fused_loss": False},
+    },
 }  # fmt: skip
 
 
-LATER = ("loss of logits, ZeRO-3", "equal labels")
-"""Each differs little from another."""
-
-
-@pytest.mark.parametrize(
-    "names",
-    [[name for name in OTHERS if name not in LATER], pytest.param(LATER, marks=pytest.mark.slow)],
-    ids=["few", "others"],
-)
-def test_schedules_adapters_and_flattened_rows(names, tmp_path):
-    for found, want in _compare(2, 2, [OTHERS[name] for name in names], tmp_path):
-        for name, ours, theirs in zip(names, found, want, strict=True):
-            assert ours[0] and ours[0] == pytest.approx(theirs[0], rel=1e-5), name
-            assert ours[1] == pytest.approx(theirs[1], rel=1e-5), name
-            assert worst(ours[2], theirs[2]) < 1e-6, name
-            for key in ("learning_rate", "epoch", "num_input_tokens_seen"):
-                assert log_of_history(ours[3], key) == log_of_history(theirs[3], key), (name, key)
-            operations = [log_of_history(x[3], "total_flos") for x in (ours, theirs)]
-            assert operations[0] == pytest.approx(operations[1], rel=1e-6), name
-            evaluations = [log_of_history(x[3], "eval_loss") for x in (ours, theirs)]
-            assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5), name
-            assert len(evaluations[0]) == ("evaluated" in OTHERS[name])
-        if names[0] == "two epochs, linear schedule":
-            assert len(want[0][0]) == 12 and want[0][3][-2]["epoch"] == 2
+def test_schedules_adapters_losses_and_evaluations(tmp_path):
+    want = _hold(2, 2, OTHERS, str(tmp_path))
+    losses, _, _, log = want[[*OTHERS].index("two epochs, linear schedule")]
+    assert len(losses) == 12 and log[-2]["epoch"] == 2
 
 
 LENGTHS = (41, 17, 33, 23, 37, 29, 21, 25, 31)
@@ -316,49 +254,13 @@ LABELLED = [
 belong."""
 
 
-EVALUATED = [
-    {
-        "data": UNEQUAL,
-        "evaluated": ROWS[:5],
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_on_start": True,
-    },
-    {"data": UNEQUAL, "evaluated": LABELLED[:7], "metrics": accuracy, "per_device_eval_batch_size": 2},
-    {"data": UNEQUAL, "evaluated": ROWS[:7], "metrics": accuracy, "section": {"fused_loss": False}},
-]
-
-
-@pytest.mark.parametrize(
-    ("sp", "size"), [(2, 2), pytest.param(2, 4, marks=pytest.mark.slow)], ids=["SP2", "DP2xSP2"]
-)
-def test_evaluation(sp, size, tmp_path):
-    cases = EVALUATED if size == sp else EVALUATED[2:]
-    for found, want in _compare(sp, size, cases, tmp_path):
-        for ours, theirs in zip(found, want, strict=True):
-            _alike(ours, theirs)
-            entries = [[e for e in log if "eval_loss" in e] for log in (ours[3], theirs[3])]
-            assert len(entries[0]) == len(entries[1]) > 0
-            for mine, own in zip(*entries, strict=True):
-                assert mine["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
-                assert mine.get("eval_accuracy") == own.get("eval_accuracy")
-                assert mine.get("eval_shape") == own.get("eval_shape")
-            for mine, own in zip(*(log_of_history(x[3], "predicted") for x in (ours, theirs)), strict=True):
-                for row, (said, told) in enumerate(
-                    zip(mine[0], own[0], strict=True)
-                ):  # in the dataset's order
-                    tokens = min(len(ROWS[row]["input_ids"]), LENGTHS[row])
-                    assert np.abs(said[:tokens] - told[:tokens]).max() < 1e-4
-                assert (mine[1] == own[1]).all()
-
-
 SHORT = [(5, 3), (7, 2), (1, 2), (7, 2, "drop_last"), (5, 3, "drop_last"), (5, 2, "uneven")]
 """(rows, rows of a batch): the last batch is not full, or there is no other; what is asked of it."""
 EVERY_LENGTH = [(rows, batch) for rows in (1, 2, 3, 4, 5, 8, 9) for batch in (1, 2, 3, 4)]
 
 
 def evaluated(folder, sp, cells, **options):
-    """[(metrics, predictions, labels, loss of `evaluate`)] of a Trainer for each cell."""
+    """[(metrics, predictions, labels, loss of `evaluate`)] by cell, and logits of rows without labels."""
     from transformers import Trainer
 
     trainer = Trainer(
@@ -376,21 +278,12 @@ def evaluated(folder, sp, cells, **options):
         alone = trainer.evaluate(LABELLED[:rows])
         trainer.compute_metrics = accuracy
         found.append((said.metrics, said.predictions, said.label_ids, alone["eval_loss"]))
+    trainer.compute_metrics = None
+    unlabelled = trainer.predict([{"input_ids": row["input_ids"]} for row in LABELLED[:3]]).predictions
     if sp is not None:
         trainer.model_wrapped.destroy()
         forget()
-    return found
-
-
-def _evaluated_alone(rank, size, *call):
-    quiet()
-    return evaluated(*call, learning_rate=0.0)
-
-
-def _evaluated_by_groups(rank, size, folder, *call):
-    quiet()
-    burst.replace_ulysses()
-    return evaluated(f"{folder}/{rank}", *call, learning_rate=0.0)
+    return found, unlabelled
 
 
 @pytest.mark.parametrize(
@@ -403,8 +296,10 @@ def _evaluated_by_groups(rank, size, folder, *call):
     ids=["SP2", "SP2, every length", "DP2xSP2"],
 )
 def test_a_last_batch_that_is_not_full(size, cells, tmp_path):
-    (want,) = processes(1, _evaluated_alone, str(tmp_path), None, cells)
-    for found in processes(size, _evaluated_by_groups, str(tmp_path), 2, cells):
+    call = {"folder": str(tmp_path), "cells": cells, "learning_rate": 0.0}
+    (((want, logits),),) = processes(1, _runs, evaluated, None, [call])
+    for ((found, unlabelled),) in processes(size, _runs, evaluated, 2, [call]):
+        assert unlabelled.shape == logits.shape
         for cell, ours, theirs in zip(cells, found, want, strict=True):
             for name in ("eval_loss", "eval_accuracy", "eval_shape"):
                 assert ours[0][name] == pytest.approx(theirs[0][name], rel=1e-5), (cell, name)
@@ -424,64 +319,33 @@ class Stream(torch.utils.data.IterableDataset):
         yield from self.rows
 
 
-def _refused(rank, size, folder):
-    from transformers import Trainer
-
-    quiet()
-    burst.replace_ulysses()
-    found = []
-    for options in ({"label_smoothing_factor": 0.1}, {}):
-        model = model_of()
-        own = None if options else (lambda outputs, labels, num_items_in_batch: outputs.loss)
-        trainer = Trainer(
-            model, arguments_of(folder, 2, stage=3, **options), train_dataset=UNEQUAL, data_collator=collated,
-            eval_dataset=UNEQUAL[:2], compute_loss_func=own,
-        )  # fmt: skip
-        for does in (trainer.evaluate, trainer.train):
-            try:
-                does()
-            except RefusedError as error:
-                found.append(str(error))
-        forget()
-    for unlike, rows in (("split_batches", ROWS[:3]), ("dispatch_batches", Stream(UNEQUAL[:3]))):
-        model = model_of()
-        arguments = arguments_of(
-            folder, 2, stage=3, per_device_eval_batch_size=2,
-            accelerator_config={unlike: unlike == "split_batches"},
-        )  # fmt: skip
-        try:
-            Trainer(model, arguments, eval_dataset=rows, data_collator=collated).evaluate()
-        except RefusedError as error:
-            found.append(str(error))
-        forget()
-    return found
-
-
-def test_what_a_trainer_is_refused(tmp_path):
+@on_ranks(4)
+def test_what_a_trainer_is_refused(rank, size, tmp_path):
     """With two groups: one group's evaluation is that of one process, whatever Accelerate is told."""
-    for found in processes(4, _refused, str(tmp_path)):
-        assert len(found) == 6
-        assert all("label_smoothing_factor" in said for said in found[:2])
-        assert all("compute_loss_func" in said for said in found[2:4])
-        assert "Accelerate's split_batches" in found[4]
-        assert "Accelerate's dispatch_batches=False for a streamed dataset" in found[5]
-
-
-def _unlabelled(rank, size, folder):
     from transformers import Trainer
 
     quiet()
     burst.replace_ulysses()
-    arguments = arguments_of(folder, size, section={"fused_loss": False})
-    trainer = Trainer(model_of(), arguments, train_dataset=UNEQUAL, data_collator=collated)
-    trainer.train()
-    unlabelled = [{"input_ids": row["input_ids"]} for row in ROWS[:3]]
-    return trainer.predict(unlabelled).predictions.shape
 
+    def attempt(words, does, rows=UNEQUAL[:2], own=None, **options):
+        model = model_of()
+        trainer = Trainer(
+            model, arguments_of(str(tmp_path), 2, stage=3, **options), train_dataset=UNEQUAL,
+            data_collator=collated, eval_dataset=rows, compute_loss_func=own,
+        )  # fmt: skip
+        with pytest.raises(RefusedError, match=words):
+            getattr(trainer, does)()
+        forget()
 
-def test_data_without_labels_is_predicted(tmp_path):
-    for shape in processes(2, _unlabelled, str(tmp_path)):
-        assert shape == (3, len(ROWS[2]["input_ids"]), 61)
+    for does in ("evaluate", "train"):
+        attempt("label_smoothing_factor", does, label_smoothing_factor=0.1)
+        attempt("compute_loss_func", does, own=lambda outputs, labels, num_items_in_batch: outputs.loss)
+    batches = {"per_device_eval_batch_size": 2}
+    split = {"split_batches": True}
+    attempt("Accelerate's split_batches", "evaluate", ROWS[:3], accelerator_config=split, **batches)
+    streamed = "Accelerate's dispatch_batches=False for a streamed dataset"
+    alone = {"dispatch_batches": False}
+    attempt(streamed, "evaluate", Stream(UNEQUAL[:3]), accelerator_config=alone, **batches)
 
 
 # Of one length, as Accelerate needs; its last load, of 4 rows, is split as 2 and 2, and evaluated as 3 and 1.
@@ -495,75 +359,7 @@ OF_FOUR = {"data": Stream(UNEQUAL), "evaluated": Stream(UNEQUAL[:10]), "per_devi
     ids=["SP2", "DP2xSP2"],
 )
 def test_streamed_datasets(size, call, tmp_path):
-    for found, want in _compare(2, size, [call], tmp_path):
-        _alike(found[0], want[0])
-        losses = [log_of_history(x[0][3], "eval_loss")[-1] for x in (found, want)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-class Counted(Stream):
-    """A stream that knows its length."""
-
-    def __len__(self):
-        return len(self.rows)
-
-
-ENDS = [(9, 1, False), (9, 1, True), (9, 2, False), (1, 1, False), (11, 2, True), (10, 2, True)]
-"""(rows of a stream, rows of a batch, drop_last): not all groups have a batch of the last load."""
-OF_LENGTHS = [(5, 1, False), (5, 1, True)]
-"""The same, of batches that have one more token each; one process a group, Accelerate fails to cut them."""
-
-
-def _streamed(rank, size, ends, longer=0):
-    """Of a rank's prepared loader of each stream: rows of two training epochs, of a resumed one, lengths."""
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DeepSpeedPlugin
-
-    quiet()
-    grouped, of_streams = size == 4, []
-    if grouped:
-        burst.replace_ulysses()
-    for count, batch, drop in ends:
-        PartialState(cpu=True)
-        rows = [
-            {"input_ids": torch.arange(3, 15 + longer * i), "row": torch.tensor([i])} for i in range(count)
-        ]
-        options = {"cpu": True}
-        if grouped:
-            config = {**sections(), "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-            plugin = DeepSpeedPlugin(hf_ds_config=config)
-            options = {"deepspeed_plugin": plugin, "parallelism_config": parallelism(2)}
-        accelerator = Accelerator(**options)
-        collate = torch.utils.data.default_collate
-        loader, counted = (
-            accelerator.prepare_data_loader(
-                torch.utils.data.DataLoader(kind(rows), batch_size=batch, drop_last=drop, collate_fn=collate)
-            )
-            for kind in (Stream, Counted)
-        )
-        epochs = [[b["row"].flatten().tolist() for b in each] for each in (loader, loader, counted)]
-        rest = [b["row"].flatten().tolist() for b in accelerator.skip_first_batches(loader, 1)]
-        assert len(counted) == len(epochs[2])
-        of_streams.append((epochs, rest))
-        forget()
-    return of_streams
-
-
-@pytest.mark.slow
-def test_the_end_of_a_stream_is_sharded_as_to_one_process_a_group():
-    want = processes(2, _streamed, ENDS)
-    for rank, found in enumerate(processes(4, _streamed, ENDS)):
-        for end, ours, theirs in zip(ENDS, found, want[rank // 2], strict=True):
-            assert ours == theirs, end
-
-
-@pytest.mark.slow
-def test_the_end_of_a_stream_of_several_lengths():
-    whole = [[[0], [2]], [[1], [3]]]
-    for rank, found in enumerate(processes(4, _streamed, OF_LENGTHS, 1)):
-        dropped = whole[rank // 2]
-        filled = [*dropped, [4] if rank < 2 else [0]]  # the second group has the first batch again
-        assert found == [([rows] * 3, rows[1:]) for rows in (filled, dropped)]
+    _hold(2, size, {"streamed": call}, str(tmp_path))
 
 
 RESUMED = {"data": dataset(20), "save_strategy": "steps", "save_only_model": False}
@@ -579,14 +375,13 @@ def _resumed(rank, size, sp, folder, resumes):
     """Some steps at once, and the same from a checkpoint in the middle of an epoch."""
     quiet()
     burst.replace_ulysses()
-    found = []
     for steps, checkpoint, gas in resumes:
-        here = f"{folder}/{steps}"
+        here, rest = f"{folder}/{steps}", steps - checkpoint
         options = {"max_steps": steps, "save_steps": checkpoint, "gradient_accumulation_steps": gas}
         whole = trained(here, sp, **RESUMED, **options)
         again = trained(here, sp, **RESUMED, **options, resume=f"{here}/checkpoint-{checkpoint}")
-        found.append((steps, checkpoint, whole, again))
-    return found
+        assert whole[0][-rest:] == again[0][-rest:] and len(again[0]) == steps  # the log is in the checkpoint
+        assert worst(again[2], whole[2]) == 0, (steps, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -599,10 +394,4 @@ def _resumed(rank, size, sp, folder, resumes):
     ids=["SP2", "SP2, between loads", "DP2xSP2"],
 )
 def test_resume_in_the_middle_of_an_epoch(sp, size, resumes, tmp_path):
-    for found in processes(size, _resumed, sp, str(tmp_path), resumes):
-        for steps, checkpoint, whole, again in found:
-            rest = steps - checkpoint
-            assert (
-                whole[0][-rest:] == again[0][-rest:] and len(again[0]) == steps
-            )  # the log is in the checkpoint
-            assert worst(again[2], whole[2]) == 0, (steps, checkpoint)
+    processes(size, _resumed, sp, str(tmp_path), resumes)

@@ -7,6 +7,7 @@ Megatron's reference is the dense mask of `--reset-attention-mask` with the posi
 import random
 
 import pytest
+from ranks import on_ranks
 
 pytest.importorskip("megatron.training", reason="megatron.training comes with megatron-core from 0.19 on")
 pytest.importorskip("tensorboard")
@@ -14,8 +15,7 @@ pytest.importorskip("tensorboard")
 import prepare_bytes
 import torch
 from megatron.core.models.common.embeddings import rope_utils
-from ranks import processes
-from test_training import BURST, CP2, MODEL, assert_equal, train
+from test_training import BURST, CP2, assert_equal, train
 
 from burst_mcore import Mask
 from burst_mcore.layout import positions, shard
@@ -45,10 +45,6 @@ def alone(data, tmp_path_factory):
     return train(tmp_path_factory.mktemp("alone"), 1, data, *RESET)
 
 
-def test_the_documents_matter(data, alone, tmp_path):
-    assert abs(train(tmp_path, 1, data)[-1].loss - alone[-1].loss) > 1e-3
-
-
 @pytest.mark.proves(
     "training on documents between any tokens",
     "CP 1, 2, 4; TP 2 x CP 2; three layouts; segments; fused loss",
@@ -75,27 +71,11 @@ def test_rings_train_as_one_process(ranks, arguments, data, alone, tmp_path):
 
 @pytest.mark.proves("training on documents between any tokens", "PP 2 x CP 2 on three layouts")
 @pytest.mark.parametrize(
-    "layout",
-    ["zigzag", *(pytest.param(word, marks=pytest.mark.slow) for word in ("striped", "contiguous"))],
+    "layout", ["zigzag", *(pytest.param(word, marks=pytest.mark.slow) for word in ("striped", "contiguous"))]
 )
 def test_with_pipeline_parallelism(layout, data, tmp_path):
     plain = train(tmp_path / "plain", 2, data, *RESET, *PP2)  # its stages start from seeds of their own
     assert_equal(train(tmp_path / "ring", 4, data, *DOCUMENTS, *PP2, *CP2, "--burst-layout", layout), plain)
-
-
-@pytest.mark.proves(
-    "training on documents between any tokens",
-    "MLA at CP 2; beside burst attention at CP 1",
-    versions=("0.19.2",),
-)
-@pytest.mark.slow
-def test_latent_attention(data, tmp_path, monkeypatch):
-    latent = ["--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "8", "--rope-type", "yarn"]
-    latent += ["--qk-pos-emb-head-dim", "8", "--v-head-dim", "8"]
-    grouped = MODEL.index("--group-query-attention")  # and --num-query-groups 2
-    monkeypatch.setattr("test_training.MODEL", [*MODEL[:grouped], *MODEL[grouped + 3 :]])
-    plain = train(tmp_path / "plain", 1, data, *DOCUMENTS, *latent)  # Megatron's own needs TransformerEngine
-    assert_equal(train(tmp_path / "ring", 2, data, *DOCUMENTS, *CP2, *latent), plain)
 
 
 class Group:
@@ -135,15 +115,7 @@ def rotated(seed):
     assert torch.equal(packing.documents.allows(at, at), Mask.documents(ends).allows(at, at))
 
 
-def _all_rotated(rank, size):
+@on_ranks(1)
+def test_every_token_has_its_position_in_its_document(rank, size):
     for seed in range(60):
         rotated(seed)
-
-
-def test_every_token_has_its_position_in_its_document():
-    processes(1, _all_rotated)
-
-
-def test_an_unknown_word_for_packed_batches():
-    with pytest.raises(ValueError, match="packed must be one of documents, whole, got 'thd'"):
-        use_layout("zigzag", packed="thd")

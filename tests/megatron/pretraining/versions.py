@@ -37,17 +37,17 @@ TOLERANCE = 1e-4
 
 DOCUMENTS = "--dataloader-inter-document-masking"
 STEPS, LAYERS, MICRO_BATCHES = 4, 2, 2
-MODEL = (
+SMALL_MODEL = (
     f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 "
     "--lr 1e-2 --lr-decay-style constant --lr-decay-iters 100 --use-distributed-optimizer "
     "--override-opt-param-scheduler --seed 1 --split 100,0,0 --eval-iters 0 --eval-interval 1000 "
-    f"--num-workers 0 --calculate-per-token-loss --make-vocab-size-divisible-by 256 --train-iters {STEPS} "
-    "--log-interval 1 --tokenizer-type NullTokenizer --vocab-size 257"
+    "--num-workers 0 --calculate-per-token-loss --make-vocab-size-divisible-by 256"
 ).split()
+MODEL = [*SMALL_MODEL, "--train-iters", str(STEPS), "--log-interval", "1"]
+MODEL += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
 CP2 = ["--context-parallel-size", "2"]
 BURST = ["--context-parallel-attention-backend", "burst"]
 MLA = (
@@ -214,15 +214,14 @@ def compared_packed(folder: Path) -> list[dict[str, object]]:
     reset = ["--reset-attention-mask", "--reset-position-ids"]
     one = run(folder / "plain", 1, [*MODEL, *data, *reset], by_launcher=True)
     rows = []
-    for way in ("launcher", trees.BACKEND, trees.OPTIONS):
-        for ranks, layout in ((2, "zigzag"), (4, "striped"), (2, "contiguous")):
-            if way == trees.BACKEND and layout != "zigzag":
-                continue  # it has no flag for layouts
-            arguments = ["--context-parallel-size", str(ranks), *BURST, DOCUMENTS]
-            arguments += ["--burst-layout", layout] if layout != "zigzag" else []
-            tree = folder / ("plain" if way == "launcher" else way)
-            ring = run(tree, ranks, [*MODEL, *data, *arguments], by_launcher=way == "launcher")
-            rows.append(row(way, arguments, ring, one))
+    rings = [(way, 2, []) for way in ("launcher", trees.BACKEND, trees.OPTIONS)]
+    for way in ("launcher", trees.OPTIONS):  # the other patch has no flag for layouts
+        rings += [(way, n, ["--burst-layout", layout]) for n, layout in ((4, "striped"), (2, "contiguous"))]
+    for way, ranks, layout in rings:
+        arguments = ["--context-parallel-size", str(ranks), *BURST, DOCUMENTS, *layout]
+        tree = folder / ("plain" if way == "launcher" else way)
+        ring = run(tree, ranks, [*MODEL, *data, *arguments], by_launcher=way == "launcher")
+        rows.append(row(way, arguments, ring, one))
     return rows
 
 

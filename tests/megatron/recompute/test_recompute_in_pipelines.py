@@ -7,11 +7,20 @@ from typing import NamedTuple
 import pytest
 import torch
 from counting import count_pairs
-from models import BATCH, VERSION, VOCAB, Case, N, assert_same_gradients, build, on_this_cp_rank
+from models import (
+    BATCH,
+    VERSION,
+    VOCAB,
+    Case,
+    N,
+    assert_same_gradients,
+    build,
+    on_this_cp_rank,
+    start_megatron,
+)
 from ranks import processes
 
 from burst_mcore.checkpointing import KeepAttention, Segment
-from burst_mcore.megatron import cpu
 from burst_mcore.megatron.recompute import use_recompute
 
 MICROBATCHES, LAYERS = 4, 4
@@ -30,16 +39,12 @@ class Trained(NamedTuple):
 
 def _trained(rank, size, chunks, cp=2, attention="burst"):
     """Without checkpointing, and with full recompute and each policy; chunks: of the model, on each rank."""
-    cpu.enable()
-    from megatron.core import parallel_state, tensor_parallel
-
     virtual = chunks if chunks > 1 else None
-    parallel_state.initialize_model_parallel(
+    start_megatron(
         pipeline_model_parallel_size=size // cp,
         virtual_pipeline_model_parallel_size=virtual,
         context_parallel_size=cp,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     fields = (
         ("num_layers", LAYERS),
         ("pipeline_model_parallel_size", size // cp),

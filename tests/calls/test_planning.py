@@ -1,9 +1,8 @@
-"""A whole call is planned in time: cold once, and warm at every layer."""
+"""A whole call is planned once, in work that grows with ranks and runs, and again at no cost."""
 
 import random
 import sys
 import threading
-import time
 from collections import Counter, OrderedDict
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import planned as planning
 import pytest
 import torch
 from cells import crossed
+from counting import count_calls
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
 from burst_mcore.attention import choose
@@ -30,8 +30,6 @@ RANKS, TOKENS = 64, 2**20
 GROUPS = SimpleNamespace(backends="none", reach=lambda device: True)
 RING = Topology(rank=3, size=RANKS, intra_size=8, communicators=GROUPS)
 """A rank on the first of eight nodes, whose process groups are never used: nothing is sent."""
-
-timed = pytest.mark.slow  # a time, which other work of the machine adds to
 
 
 def _packed(documents, seed):
@@ -64,17 +62,6 @@ def _no_device(monkeypatch):
     monkeypatch.setattr(prepare_module, "choose", lambda *_: KERNELS["aten-cpu"])
 
 
-@timed
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "for_mask"])
-def test_ten_thousand_documents_are_planned_within_two_seconds(layout):
-    mask = _packed(10_000, seed=layout)
-    start = time.process_time()
-    sharded = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
-    call, _ = _planned(mask, sharded)()
-    _tiles(call)
-    assert time.process_time() - start < 2
-
-
 def _groups(nodes, seed):
     """A tree of groups of rollouts: prompts, each with eight nodes below, in turns and branches."""
     draw, parents, path = random.Random(seed), [], []
@@ -86,20 +73,6 @@ def _groups(nodes, seed):
     return torch.tensor([*parents, *(b - a for a, b in pairwise(cuts))])
 
 
-@timed
-@pytest.mark.parametrize("window", [None, Mask.window(1023, 0)], ids=["whole", "window"])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "for_mask"])
-def test_ten_thousand_nodes_of_trees_are_planned_within_two_seconds(layout, window):
-    tree = _groups(10_000, seed=layout)
-    start = time.process_time()
-    mask = tree_mask(tree, window)
-    sharded = Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout
-    call, _ = _planned(mask, sharded)()
-    _tiles(call)
-    assert time.process_time() - start < 2
-
-
-@timed
 def test_the_masks_and_depths_of_a_tree_are_made_once_a_batch(monkeypatch):
     made = Counter()
 
@@ -108,47 +81,25 @@ def test_the_masks_and_depths_of_a_tree_are_made_once_a_batch(monkeypatch):
         return nodes(mask)
 
     monkeypatch.setattr(trees, "_nodes", counted)
-    tree, windows = _groups(10_000, seed=3), (Mask.window(1023, 0), Mask.window(255, 0))
+    tree, windows = _groups(1000, seed=3), (Mask.window(1023, 0), Mask.window(255, 0))
     for window in windows:
         tree_mask(tree, window), trees.depths(tree)
     assert made == {tree_mask(tree): 3}  # of two windows, and of depths
-    start = time.thread_time()
     for _ in range(5):  # layers and forwards get copies, as of a loader or from a device
         for window in windows:
             tree_mask(tree.clone(), window), trees.depths(tree.clone())
     assert made == {tree_mask(tree): 3}
-    assert time.thread_time() - start < 20 * 0.005  # made anew each takes 20 ms or more
 
 
-@timed
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "for_mask"])
-def test_a_warm_call_is_planned_within_100_microseconds(layout):
+def test_a_warm_call_has_the_plan_of_the_first(layout):
     mask = _packed(1000, seed=layout)
     plan = _planned(mask, Layout.for_mask(mask, TOKENS, RANKS) if layout == "for_mask" else layout)
     (call, steps), (again, steps_again) = plan(), plan()
     assert call.plan is again.plan
     assert all(a is b for a, b in zip(steps, steps_again, strict=True))
     assert all(a is b for a, b in zip(_tiles(call), _tiles(again), strict=True))
-    took = []
-    for _ in range(3000):  # other work beside makes a call longer, never shorter
-        start = time.thread_time()
-        plan()
-        took.append(time.thread_time() - start)
-    assert min(took) < 100e-6
-
-
-@timed
-@pytest.mark.parametrize("planned", [name for name in planning.PLANNED if name.startswith("auto")])
-def test_a_call_over_1024_ranks_is_decided_within_a_fifth_of_a_second(planned):
-    took = []
-    while (
-        len(took) < 5 and min(took, default=1) >= 0.2
-    ):  # other work beside makes a run longer, never shorter
-        _forget()
-        start = time.process_time()
-        planning.PLANNED[planned](1024)
-        took.append(time.process_time() - start)
-    assert min(took) < 0.2
+    assert count_calls(plan) < 400
 
 
 def _forget():
@@ -161,20 +112,9 @@ def _forget():
 
 
 def _calls(function):
-    """How many functions are called, of Python and of torch, where nothing was planned before."""
+    """How many functions are called where nothing was planned before."""
     _forget()
-    count = 0
-
-    def profile(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
+    return count_calls(function)
 
 
 @pytest.mark.parametrize("planned", planning.PLANNED)
