@@ -19,7 +19,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train finetune compare test test-plan test-bench test-all soak tables docs lint style types bench bench-masks bench-loss bench-recompute bench-step bench-topology compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
+.PHONY: help train finetune compare test test-plan test-bench test-all faults soak tables docs lint style types bench bench-masks bench-loss bench-recompute bench-step bench-topology compiled gpu-smoke gpu-tests gpu-figures gpu-check gpu-sanitize clean
 
 help:
 	@echo 'make train [ARGS="..."]    train a GPT on Megatron-Core with a burst ring (4 CPU processes)'
@@ -29,6 +29,7 @@ help:
 	@echo '                           Python 3.11 is'
 	@echo 'make test-plan, test-bench  the tests of burst_plan, of burst_bench'
 	@echo 'make test-all              all tests, and the slow cells'
+	@echo 'make faults                 plant every fault of tests/faults, and fail if its test does not find it'
 	@echo 'make soak HOURS=12         four ranks for hours: calls, trainings, ranks that die; SEED=0 STEP=17 makes one step again'
 	@echo 'make tables                write the tables and pictures of the docs again, after a setting or a schedule changed'
 	@echo 'make docs                  build the manual as a site: open site/index.html'
@@ -69,6 +70,9 @@ test-bench: $(VENV)
 test-all: lint
 	@$(call tested,tests,slow or not slow)
 	$(call test_311,tests/megatron tests/plan/test_memory_of_megatron.py tests/plan/test_patches.py,slow or not slow)
+
+faults: $(VENV)
+	@.venv/bin/python tests/faults/plant.py $(ARGS)
 
 soak: $(VENV)
 	@PYTHONPATH=.:tests/helpers:tests/rings:tests/recompute:tests/torch:tests/recurrent $(RUN) tests/soak/soak.py --hours $(or $(HOURS),12) --seed $(or $(SEED),0) $(if $(STEP),--step $(STEP)) $(ARGS)

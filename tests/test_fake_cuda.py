@@ -1,4 +1,4 @@
-"""The control flow on CUDA, run on devices that are not there: every route, and faults that must be found."""
+"""The control flow on CUDA, run on devices that are not there, by every route."""
 
 import functools
 import importlib.util
@@ -15,10 +15,9 @@ pytest.importorskip("triton")  # its kernels' arguments are what the stand-ins a
 from fake_cuda import cases, ranks, verification
 from fake_cuda.catalogue import CASES, LARGE, PASSES, ROUTES, backward_of_q, counted, grid_of, run
 from fake_cuda.clocks import CHECKER
-from fake_cuda.planted.faults import FAULTS
 from plain_loss import linear_cross_entropy
 
-from burst_mcore import packages
+from burst_mcore import Mask, packages
 from burst_mcore.agreement import Agreement
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.products import products_for
@@ -40,11 +39,6 @@ def _no_device():
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_is_found(name):
     assert not run(name)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_found(fault):
-    assert verification.is_found(fault)
 
 
 @pytest.fixture
@@ -162,6 +156,16 @@ def test_a_forward_like_an_earlier_one_does_not_wait_for_the_other_hosts(monkeyp
     assert Counter(came) == {(name, ahead): 2 for name in ("forward", "backward") for ahead in (False, True)}
 
 
+def test_documents_on_a_device_are_read_again_when_they_change():
+    def rank(me):
+        ends = ranks.cuda(torch.tensor([0, 3, 8]), me)
+        masks = [Mask.documents(ends), Mask.documents(ends)]
+        ends[1] = 5
+        return masks[0] is masks[1], Mask.documents(ends)
+
+    assert ranks.run(1, rank)[0] == (True, Mask.documents([0, 5, 8]))
+
+
 @pytest.mark.parametrize(
     ("kernel", "made"),
     [
@@ -188,9 +192,8 @@ def test_a_pass_takes_the_launches_and_the_memory_that_the_docs_say(name):
     assert verification.of_pass(name, counted(name)) in PAGE
 
 
-def test_the_docs_count_the_cases_and_the_faults():
-    nothing = {name: Counter() for name in CASES}
-    assert verification.page(PAGE, nothing, dict.fromkeys(FAULTS, True)) == PAGE
+def test_the_docs_count_the_cases():
+    assert verification.page(PAGE, {name: Counter() for name in CASES}) == PAGE
 
 
 def _slow_but(fast, settings):

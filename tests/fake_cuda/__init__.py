@@ -9,7 +9,6 @@ collectives  the functions of torch.distributed
 kernels    stand-ins for the kernels of all adapters
 clocks     vector clocks, and the findings
 cases      what the package is made to do, held to the results of one process
-planted    faults in the package, which must be found
 
 Kinds of findings: race (unordered work on two streams), reuse (memory gets a new owner while in use), wait (a
 host waits for its device), communicator (made in a backward, or started by a message), deadlock, order (ranks
