@@ -26,18 +26,18 @@ from burst_plan.files import check_writable
 OPTIONS = {
     name: [s for s in SUBJECTS.values() if name in s.options] for s in SUBJECTS.values() for name in s.options
 }
-"""Subjects by the options that they have."""
+"""Subjects by their options."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure a subject; 0 if all ran and every bar was reached, otherwise 1; 2 if it cannot be measured."""
+    """Measure a subject; return 0 if all ran and reached their bars, 1 if not, 2 if it cannot be measured."""
     options = _parser().parse_args(arguments)
     subject, started = SUBJECTS[options.subject], dist.is_torchelastic_launched()
     out: Path = options.out or Path(f"{subject.subject}.json")
-    first = not started or os.environ["RANK"] == "0"  # of several processes one speaks
+    first = not started or os.environ["RANK"] == "0"  # only the first process prints
     say: Callable[[str], object] = sys.stdout.write if first else str
     running = False
-    """Whether ranks of torchrun measure: then each may fail alone."""
+    """Whether torchrun's ranks measure: then each may fail alone."""
     try:
         _check(options, subject)
         device = device_for(subject, options.device, started)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _tell(error: Exception, first: bool, running: bool) -> None:
-    """Print an error in one line: by the first of torchrun's ranks, or by any that fails while it measures.
+    """Print an error in one line: on torchrun's first rank, or on any rank that fails during measurement.
 
     The other ranks wait a while: torchrun ends all ranks as soon as one has ended. The first may be slower.
     """
@@ -87,7 +87,7 @@ def _tell(error: Exception, first: bool, running: bool) -> None:
 
 
 def _check(options: argparse.Namespace, subject: type[Case]) -> None:
-    """Raise a ValueError for options that are not legal whatever the cases are."""
+    """Check options before any case is known. Raises ValueError for illegal ones."""
     if options.repeats is not None and options.repeats < 1:
         raise ValueError(f"--repeats must be at least 1, got {options.repeats}")
     if options.record is not None:
@@ -98,7 +98,7 @@ def _check(options: argparse.Namespace, subject: type[Case]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

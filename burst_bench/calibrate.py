@@ -1,4 +1,4 @@
-"""Measures the rates of ranks: kernel, memory, hops and exchanges within nodes and between them.
+"""Measures the rates of ranks: kernel, memory, messages and exchanges within nodes and between them.
 
 The same code measures processes of a CPU over gloo and GPUs over NCCL. On GPUs, and between real machines, it
 was never run.
@@ -31,7 +31,7 @@ from burst_plan.simulate.cost import pass_flops
 
 @dataclass(frozen=True)
 class LineSizes:
-    """What is measured on a device: two points of each straight line, in tokens or bytes."""
+    """The measured sizes on a device: two points of each straight line, in tokens or bytes."""
 
     heads: int
     head_dim: int
@@ -39,9 +39,9 @@ class LineSizes:
     tiles: tuple[int, int]
     """Rows and keys of the two square tiles that give the rate of a kernel, and its `fill`."""
     messages: tuple[int, int]
-    """Bytes of the two messages that give the latency and the rate of a hop."""
+    """Bytes of the two messages that give the latency and the rate of a link."""
     copied: int
-    """Bytes that are copied to measure memory: more than caches hold."""
+    """Bytes of a copy that measures memory: more than caches hold."""
 
 
 SIZES = {
@@ -59,7 +59,7 @@ class Line:
 
     @classmethod
     def through(cls, first: tuple[float, float], second: tuple[float, float]) -> Line:
-        """Return the line through two points, neither of its numbers negative.
+        """Return the line through two points, with both numbers at least 0.
 
         If the second took hardly longer, the machine was busy: then the line goes through it and the origin.
         """
@@ -72,11 +72,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """The rates that a command measured, and the ranks that measured them."""
+    """Measured rates, and the ranks that measured them."""
 
     rates: Rates
     rank: int
-    """This process's."""
+    """The rank of this process."""
     size: int
     node: int
     """Ranks of a node."""
@@ -92,7 +92,7 @@ class Found:
 
 
 def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
-    """Return the rates that ranks reach together: of fresh processes, or of torchrun's processes."""
+    """Return the rates that ranks reach together: in fresh processes, or in torchrun's processes."""
     if device not in SIZES or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"no device {device!r} here; legal: cpu, and cuda where there is a GPU")
     launched = dist.is_torchelastic_launched()
@@ -122,9 +122,9 @@ def _alone(rank: int, size: int, repeats: int) -> Rates:
 
 
 def measured(world: World, node: int, repeats: int) -> Rates:
-    """Return the rates of this world, whose nodes have `node` consecutive ranks each. Collective.
+    """Return the measured rates of this world, with `node` consecutive ranks per node. Collective.
 
-    On one node `inter`, which is not measured, is the share of `intra` that `machines.CPU` assumes.
+    On one node `inter` is not measured: it is the share of `intra` that `machines.CPU` assumes.
     """
     sizes = SIZES[world.device]
     shard = share_of(sizes.tiles[-1], sizes.heads, sizes.heads, sizes.head_dim)
@@ -151,7 +151,7 @@ def measured(world: World, node: int, repeats: int) -> Rates:
 
 
 def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:
-    """Return the seconds of a query row by the keys that the row sees, in forward and in backward."""
+    """Return the seconds of a query row by the number of its keys, in forward and in backward."""
     heads, dim = sizes.heads, sizes.head_dim
     kernel = choose("auto", Problem(world.device, sizes.dtype, heads, heads, dim, dim))
     forward, backward = [], []
@@ -169,7 +169,7 @@ def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:
 def _link(world: World, members: Sequence[int], others: int, repeats: int) -> Line:
     """Return the seconds of messages to the next `others` of some ranks, by the bytes that a rank sends.
 
-    All ranks do the same at once: hops around a ring with one other, an all-to-all with all others.
+    All ranks do the same at once: messages around a ring for one other, an all-to-all for all others.
     """
     place, points = members.index(world.rank), []
     ends = [
@@ -182,7 +182,7 @@ def _link(world: World, members: Sequence[int], others: int, repeats: int) -> Li
 
 
 def exchange(ends: Sequence[tuple[int, int]], message: Tensor) -> None:
-    """Send a part of the message to the first rank of each of `ends`, and receive as much from the second."""
+    """Send a slice of the message to the first rank of each of `ends`; receive one from the second."""
     under_way = []
     for part, (to, back) in zip(message.tensor_split(len(ends)), ends, strict=True):
         under_way.append(dist.P2POp(dist.irecv, torch.empty_like(part), back))
@@ -192,7 +192,7 @@ def exchange(ends: Sequence[tuple[int, int]], message: Tensor) -> None:
 
 
 def least(call: Callable[[], object], world: World, repeats: int) -> float:
-    """Return the least seconds of a call that all ranks make together, the largest of all ranks each time."""
+    """Return the least seconds of a call that all ranks make together; each time is the slowest rank's."""
     wait: Callable[[], None] = torch.cuda.synchronize if world.device == "cuda" else lambda: None
     least = math.inf
     for index in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""The words of the bench: a subject measures methods on cases, in trials of which the steps are timed."""
+"""The data classes of the bench: a subject measures methods on cases, in trials with timed steps."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 ALL = "all cases"
 """The case of figures that follow from several cases."""
 TimedStep = Callable[[], object]
-"""What is timed. If a step returns a mapping, that has further meters of the same round."""
+"""A step to time. A mapping that it returns has further meters of the same round."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that measure a case together, seen from one of them."""
+    """The processes that measure a case together, from the view of one of them."""
 
     rank: int
     size: int
@@ -48,62 +48,62 @@ def ready(built: T, case: Any, world: World) -> T:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to do what is measured. Processes get it pickled: its functions are importable by name."""
+    """A method to compare. Processes get it pickled: its functions are importable by name."""
 
     name: str
     build: Callable[[Any, World], Any] = nothing
     """(case, world) -> the method, ready to be called, in the form that its kind has. Collective."""
     needs: Callable[[Any, str], str | None] = nothing
-    """(case, device) -> what the method lacks there, in words; None if nothing."""
+    """(case, device) -> the missing requirement there, as text; None if there is none."""
     ours: bool = True
     """A failure is an error of the run, not a result."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """Its fields in a row of measurements, as `burst-mcore plan --against` reads them; empty: no row."""
+    """Its fields in a row of measurements, for `burst-mcore plan --against`; empty: no row."""
 
 
 METHODS: dict[tuple[str, str], Method] = {}
-"""Everything that is compared, by the kind of thing that a method does, and its name."""
+"""All methods to compare, by the kind of their task, and by name."""
 
 
 def add(kind: str, *methods: Method) -> None:
-    """Let every subject of a kind measure these methods."""
+    """Register methods for every subject of a kind."""
     METHODS.update({(kind, method.name): method for method in methods})
 
 
 def of_kind(kind: str) -> list[Method]:
     """Return the methods of a kind."""
-    return [method for (own, _), method in METHODS.items() if own == kind]
+    return [method for (key, _), method in METHODS.items() if key == kind]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A method, or a unit beside which methods are measured, ready in this process."""
+    """A method, or a unit for comparison with methods, ready in this process."""
 
     steps: Mapping[str, TimedStep]
-    """What is timed, by the word that goes before its meters; "" for a single step."""
+    """The timed steps, by the prefix of their meters; "" for a single step."""
     warm: TimedStep | None = None
-    """Called once before all else: what is made once is made."""
+    """Called once before the others: it builds everything that is built once."""
     memory: Callable[[], Mapping[str, float]] = dict
     """Meters that are read once, while freed memory still goes back to the system."""
     check: Callable[[], Mapping[str, float]] = dict
-    """The gate: errors by meter ("... error"), and what they were found over."""
+    """The gate: errors by meter ("... error"), and the size of their sample."""
     bound: float = math.inf
     """A method with an error that is not at most this is wrong, and is not timed."""
     ahead: bool = False
-    """A GPU sleeps before the steps, so that it need not wait for the host."""
+    """Whether a GPU sleeps before the steps, so that it need not wait for the host."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """All that one process prepares to measure a case."""
+    """The preparation of one process for a case."""
 
     trial: Callable[[Method], Trial]
     units: Mapping[str, Trial] = field(default_factory=dict)
-    """Timed in turn with the methods, by name."""
+    """Units that are timed in turn with the methods, by name."""
     facts: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Figures that preparing gave, by (method, meter)."""
+    """Figures from the preparation, by (method, meter)."""
     room: int = 0
-    """Bytes that the process takes from the system before anything is timed."""
+    """Bytes that the process takes from the system before the timed steps."""
 
 
 class Table(dict[tuple[str, str], Sequence[float]]):
@@ -111,7 +111,7 @@ class Table(dict[tuple[str, str], Sequence[float]]):
 
     @property
     def methods(self) -> list[str]:
-        """Methods and units, in their order."""
+        """Methods and units, in order."""
         return list(dict.fromkeys(method for method, _ in self))
 
     def column(self, meter: str) -> dict[str, Sequence[float]]:
@@ -121,17 +121,17 @@ class Table(dict[tuple[str, str], Sequence[float]]):
         return {method: statistics.median(samples) for method, samples in self.column(meter).items()}
 
     def over(self, figure: tuple[str, str], unit: tuple[str, str]) -> list[float]:
-        """Return ratios of two figures, round by round; none where one was not measured."""
+        """Return the ratios of two figures, round by round; none if one of them was not measured."""
         return [a / b for a, b in zip(self.get(figure, ()), self.get(unit, ()), strict=False)]
 
     def fastest(self, methods: Collection[str]) -> str | None:
-        """Return which of the methods takes the least wall seconds; None if none was timed."""
+        """Return the method with the least wall seconds; None if no method was timed."""
         medians = {method: wall for method, wall in self.medians("wall").items() if method in methods}
         return min(medians, key=medians.__getitem__, default=None)
 
 
 Derived = Iterable[tuple[str, str, Sequence[float]]]
-"""(method, meter, samples) of figures that follow from others."""
+"""(method, meter, samples) of figures that are computed from others."""
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class Bar:
     method: str
     meter: str
     bound: float | None
-    """None: the figure is noted, and not judged."""
+    """The bound; None: the figure is recorded, and not judged."""
     at_most: bool = True
     case: str = ""
     value: float = math.nan
-    """What was measured on the case; NaN where nothing was yet."""
+    """The measured value on the case; NaN before the measurement."""
     predicted: float | None = None
-    """What was expected before a measurement, where somebody said so."""
+    """The prediction before a measurement, if there is one."""
 
     @property
     def reached(self) -> bool:
@@ -158,7 +158,7 @@ class Bar:
 
     @property
     def must_be(self) -> str:
-        """The bound in words; "" if there is none."""
+        """The bound as text; "" if there is none."""
         return "" if self.bound is None else f"{'<=' if self.at_most else '>='} {self.bound:.4g}"
 
 
@@ -167,39 +167,39 @@ class Bar:
 class Case:
     """One measurement. A subject is a subclass: its name, its cases, and the work of a process on a case.
 
-    The docstring of a subject is what its tables and files say of it. A subclass is a data class as this one
-    is. Fields can be given in words. Those that are integers are at least 1, unless 0 is their default.
+    The docstring of a subject is its description in tables and files. A subclass is a data class, as this one
+    is. Fields can be given as text. Integer fields are at least 1, unless 0 is their default.
     """
 
     subject: ClassVar[str]
     """The name: `burst-mcore bench NAME`."""
     kind: ClassVar[str] = ""
-    """Of its methods in METHODS; "" if its trials make them: see `methods`."""
+    """The kind of its methods in METHODS; "" if its trials make them: see `methods`."""
     default: ClassVar[tuple[str, ...]] = ()
-    """Methods that are measured on CPUs where none is asked for; all if empty, and on GPUs."""
+    """Methods that are measured on CPUs by default; all if empty, and on GPUs."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     joined: ClassVar[bool] = False
-    """torchrun may start the ranks; on GPUs it must."""
+    """Whether torchrun may start the ranks; on GPUs it must."""
     repeats: ClassVar[int] = 3
     emulated: ClassVar[bool] = False
-    """Ranks are on an emulated cluster: a case has its ranks, `where`, and `rates`."""
+    """Whether ranks are on an emulated cluster: a case has its ranks, `where`, and `rates`."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Fields that have an option of the command line, such as --cluster: all cases get what was given."""
+    """Fields with an option on the command line, such as --cluster: its value goes to all cases."""
     beside: ClassVar[str | None] = None
-    """Each method has processes of its own, where only this one runs in turn with it."""
+    """A unit; each method has its own processes, where only this unit runs in turn with it."""
     clearly: ClassVar[float] = math.inf
-    """A step that takes so many times as long as the fastest in the first round is not timed again."""
+    """A step that takes this many times as long as the fastest in the first round is not timed again."""
     overall: ClassVar[tuple[Bar, ...]] = ()
     """Bars of the summary."""
     curve: ClassVar[tuple[str, str] | None] = None
-    """Meters of which a picture shows the second against the first."""
+    """Pairs of meters in a picture: the second over the first."""
 
     ranks: int = 1
     """Processes that share the work."""
     threads: int = 1
-    """Of torch, in each process."""
+    """Threads of torch, in each process."""
     processes: int = 1
-    """Fresh sets of processes, one after another: one differs from the next by more than rounds do."""
+    """Fresh sets of processes, one after another: they differ by more than rounds do."""
     rounds: int = 1
     """Timed rounds for each of --repeats."""
 
@@ -221,11 +221,11 @@ class Case:
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, Self]:
-        """Return the cases that are measured where none is asked for: by default that of all defaults."""
+        """Return the cases that are measured by default: the case with all defaults, unless overridden."""
         return {cls.subject: cls()}
 
     def methods(self) -> Sequence[Method]:
-        """Return all that the case can measure."""
+        """Return all methods that the case can measure."""
         return of_kind(self.kind) if self.kind else [Method("burst")]
 
     def prepare(self, world: World) -> Stage:
@@ -233,12 +233,12 @@ class Case:
         raise NotImplementedError
 
     def derive(self, table: Table) -> Derived:
-        """Yield the figures that follow from those of the case."""
+        """Yield the figures that are computed from the case's measurements."""
         return ()
 
     @classmethod
     def summary(cls, tables: Mapping[str, Table]) -> Derived:
-        """Yield figures of all cases together, by the tables of the cases."""
+        """Yield the figures of all cases together, from the tables of the cases."""
         return ()
 
     def bars(self, device: str) -> Sequence[Bar]:
@@ -246,14 +246,14 @@ class Case:
 
 
 def one_of(default: Any, legal: Iterable[Any]) -> Any:
-    """Return a field of a case that has one of these values."""
+    """Return a field of a case with a fixed set of legal values."""
     return field(default=default, metadata={"legal": tuple(legal)})
 
 
 def in_words(kind: type[T], text: str, **fixed: Any) -> T:
     """Return an object of a data class from a text such as "seq=4096; mask=causal & window:64".
 
-    Raises a ValueError for fields that are unknown, in `fixed` as well, or not of a legal value.
+    Raises a ValueError for unknown fields, also those in `fixed`, and for illegal values.
     """
     hints, names = typing.get_type_hints(kind), [each.name for each in fields(kind)]  # type: ignore[arg-type]
     changes = {}
@@ -274,7 +274,7 @@ READERS: dict[type, Callable[[str], Any]] = {
     float: float,
     str: str,
 }
-"""What a word may be, the strictest first."""
+"""Types of a text, the strictest first."""
 
 
 def _value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
@@ -290,24 +290,24 @@ def first_line(error: BaseException) -> str:
 
 
 def installed(name: str, case: Any, device: str, *, on_gpu: bool = False) -> str | None:
-    """Return the need of a method for a package, and for a GPU; None if this machine meets the need."""
+    """Return the missing package of a method, or its missing GPU; None if the machine has both."""
     return " and ".join(filter(None, ["a GPU" * (on_gpu and device != "cuda"), missing(name)])) or None
 
 
 def missing(*packages: str) -> str | None:
-    """Return the first package that is not installed, in words; None if all are."""
+    """Return the first package that is not installed, as text; None if all are."""
     modules = {name: name.removesuffix("-core").replace("-", "_") for name in packages}  # megatron-core's
     return next((f"the package {name}" for name, module in modules.items() if not find_spec(module)), None)
 
 
 def shareable(case: Any, ranks: int) -> str | None:
-    """Return the need of a method of ours whose heads so many ranks share."""
+    """Return the unmet requirement of our method with heads shared over this many ranks."""
     why_not = why_not_heads(case.heads, case.kv_heads, ranks)
     return None if why_not is None else f"heads that {ranks} ranks can share: {why_not}"
 
 
 def shared_heads(case: Any, ranks: int) -> str | None:
-    """Return the need of a method that shards heads, and K/V heads, evenly over so many ranks."""
+    """Return the unmet requirement of a method that divides heads, and K/V heads, over this many ranks."""
     if not case.heads % ranks and not case.kv_heads % ranks:
         return None
     return f"heads and K/V heads that are multiples of {ranks}, got {case.heads} and {case.kv_heads}"

@@ -1,6 +1,6 @@
-"""An emulated cluster on one machine: every rank in a network of its own, joined by a bridge, links shaped.
+"""An emulated cluster on one machine: each rank has its own network, joined by a bridge with shaped links.
 
-What a rank sends is limited by destination: fast to its own node, slow to others. Linux, root, iproute2.
+A rank's traffic is limited by destination: fast to its node, slow to others. Needs Linux, root, iproute2.
 
 The networks have no names. They belong to the processes in them and vanish with the last one, and every
 process dies with its parent, so that nothing is left behind, however the run ends.
@@ -29,11 +29,11 @@ from burst_mcore.rates import Rates
 
 _PR_SET_PDEATHSIG = 1
 _NETWORK = "10.77"
-"""Node m has 10.77.m.0/24. Nothing leaves the bridge, which is in a network without a way out."""
+"""Node m has 10.77.m.0/24. Nothing leaves the bridge: its network has no route out."""
 
 
 def missing() -> str | None:
-    """Return, in words, what this machine lacks to emulate a cluster; None if nothing."""
+    """Return, as text, the requirement that this machine lacks; None if it can emulate a cluster."""
     if sys.platform != "linux" or not hasattr(os, "unshare"):
         return "Linux and Python 3.12 (os.unshare)"
     lacking = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -52,12 +52,12 @@ def require() -> None:
 
 @lru_cache
 def _why_not() -> str | None:
-    """Try all that is needed once, in a process of its own."""
+    """Try all requirements once, in a separate process."""
     code = "from burst_bench import emulate; emulate._try()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if process.returncode == 0:
         return None
-    return f"network namespaces, bridges and htb, which fail here: {done.stderr.strip().splitlines()[-1]}"
+    return f"network namespaces, bridges and htb, which fail here: {process.stderr.strip().splitlines()[-1]}"
 
 
 def _try() -> None:
@@ -70,7 +70,7 @@ def _try() -> None:
 def run(
     ranks: Ranks, rates: Rates, function: Callable[..., Any], *args: Any, timeout: float = 3600
 ) -> list[Any]:
-    """function(rank, size, *args) on every rank of the cluster, over gloo; their results by rank.
+    """Run function(rank, size, *args) on every rank of the cluster, over gloo; return results by rank.
 
     Links carry the `intra` and `inter` of `rates`; `timeout` is in seconds, for the whole. Raises a
     RuntimeError if the machine cannot emulate a cluster, or a rank failed or did not end in time.
@@ -89,7 +89,7 @@ def run(
 
 
 def _hub(ranks: Ranks, rates: Rates, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-    """Hold the bridge, as the parent of all ranks."""
+    """Own the bridge, as the parent of all ranks."""
     os.unshare(os.CLONE_NEWNET)
     _ip("link add bridge type bridge", "link set bridge mtu 9000 up")
     plug_in, fork = partial(_plug_in, os.getpid(), ranks, rates), multiprocessing.get_context("fork")
@@ -102,27 +102,27 @@ def _hub(ranks: Ranks, rates: Rates, function: Callable[..., Any], args: tuple[A
 
 
 def _plug_in(hub: int, ranks: Ranks, rates: Rates, rank: int) -> None:
-    """Move this process to a network of its own, with a cable to the bridge."""
+    """Move this process to a new network, with a cable to the bridge."""
     _die_with(hub)
     bridged = os.open("/proc/self/ns/net", os.O_RDONLY)
     os.unshare(os.CLONE_NEWNET)
-    own = os.open("/proc/self/ns/net", os.O_RDONLY)
+    network = os.open("/proc/self/ns/net", os.O_RDONLY)
     _ip(f"link add eth0 type veth peer name rank{rank} netns {hub}")
     os.setns(bridged)
     _ip(f"link set rank{rank} mtu 9000 master bridge up")
-    os.setns(own)
+    os.setns(network)
     _shape(rank, ranks, rates)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
 
 def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we asked
+    if os.getppid() != parent:  # it ended before this check
         os._exit(1)
 
 
 def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
-    """Address and links of a rank, from inside its network."""
+    """Set the address and the links of a rank, from inside its network."""
     node = rank // ranks.intra
     others = (other for other in range(ranks.size) if other != rank)
     _ip(
@@ -138,11 +138,11 @@ def _shape(rank: int, ranks: Ranks, rates: Rates) -> None:
     for name, value in (
         ("tcp_congestion_control", "reno"),
         ("tcp_slow_start_after_idle", "0"),
-        # A message that is sent is on its way, not in a large buffer: else the next would share its link.
+        # A sent message is in flight, not in a large buffer: else the next would share its link.
         ("tcp_wmem", "4096 32768 32768"),
     ):
         Path(f"/proc/sys/net/ipv4/{name}").write_text(value)
-    # Classes: the own node, the others, and short packets (acknowledgements), which must not queue.
+    # Classes: the rank's node, the others, and short packets (acknowledgements), which must not queue.
     intra, inter = (f"{int(rate * 8)}bit" for rate in (rates.intra, rates.inter))
     is_short = "match u16 0 0xff00 at 2 match ip protocol 6 0xff"
     filters = "filter add dev eth0 parent 1: protocol ip"
@@ -172,8 +172,8 @@ def _ip(*commands: str) -> None:
 
 
 def _batch(tool: str, *commands: str) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [tool, "-batch", "-"], input="\n".join(commands), capture_output=True, text=True, check=False
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"{tool} failed: {done.stderr.strip()} (commands: {'; '.join(commands)})")
+    if process.returncode != 0:
+        raise RuntimeError(f"{tool} failed: {process.stderr.strip()} (commands: {'; '.join(commands)})")

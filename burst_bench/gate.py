@@ -1,4 +1,4 @@
-"""The gate of attention: a method's error beside float64, as a multiple of the local kernel's own error."""
+"""The gate of attention: a method's error against float64, as a multiple of the local kernel's error."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from burst_mcore.mask import Mask
 from burst_plan.explain.problem import LayerProblem
 
 TOKENS = 512
-"""Length of the sequence on which a method must be right before it is timed, at most."""
+"""Most tokens of the sequence on which a method must be right before it is timed."""
 BOUND = 2.0
-"""What a method's error may be, as a multiple of the kernel's."""
+"""The largest legal error of a method, as a multiple of the kernel's."""
 TABLE_TOKENS = 8192
 """The longest sequence over which the bare kernel gets a mask as a table of queries x keys."""
 
 
 def error(problem: LayerProblem, attention: ShardedAttention, world: World) -> float:
-    """Return the worst error of out, dq, dk, dv as a multiple of the bare kernel's own. Collective."""
+    """Return the worst error of out, dq, dk, dv as a multiple of the bare kernel's. Collective."""
     tensors = problem.tensors()
     q, k, v, dout = (attention.shard(x).to(world.device) for x in tensors)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -36,22 +36,22 @@ def error(problem: LayerProblem, attention: ShardedAttention, world: World) -> f
     near = [x.cpu() for x in bare_kernel(problem, world.device)(*(x.to(world.device) for x in tensors))]
     exact = both_ways(KERNELS["reference"], _table(problem), *(x.double() for x in tensors))
     worst = 0.0
-    for got, bare, want in zip((out, None, *(x.grad for x in inputs)), near, exact, strict=True):
-        if got is None:  # a method returns no lse
+    for result, bare, want in zip((out, None, *(x.grad for x in inputs)), near, exact, strict=True):
+        if result is None:  # a method returns no lse
             continue
-        whole = attention.unshard(_gathered(got.detach().cpu(), world)).double()
+        whole = attention.unshard(_gathered(result.detach().cpu(), world)).double()
         worst = max(worst, relative(whole, want) / relative(bare, want))
     return worst
 
 
 def relative(got: Tensor | None, want: Tensor | None) -> float:
-    """Return the error of a tensor by the Frobenius norm, relative to that of the right one."""
+    """Return the Frobenius norm of a tensor's error, relative to the norm of the exact tensor."""
     assert got is not None and want is not None
     return float((got.double() - want).norm() / want.norm())
 
 
 def gate_problem(problem: LayerProblem, size: int) -> LayerProblem:
-    """Return the problem with few tokens, the lengths in its mask in proportion."""
+    """Return the problem with few tokens, with the lengths in its mask in proportion."""
     unit = 2 * size
     return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
 
@@ -59,7 +59,7 @@ def gate_problem(problem: LayerProblem, size: int) -> LayerProblem:
 def bare_kernel(problem: LayerProblem, device: str = "cpu") -> Callable[..., tuple[Tensor, ...]]:
     """Return `both_ways` of the local kernel over the whole sequence, of q, k, v and dout.
 
-    Masks besides causal and full go in as a table, without a word on what it lets the kernel skip.
+    Masks other than causal and full go in as a table, without hints on tiles to skip.
     """
     chosen, whole = choose("auto", replace(problem.on_kernel, device=device)), (problem.seq, problem.seq)
     if problem.seen in (Mask.causal(), Mask.full()):
@@ -78,7 +78,7 @@ def _table(problem: LayerProblem) -> Pattern:
 
 
 def _gathered(shard: Tensor, world: World) -> Sequence[Tensor]:
-    """Return the shards of all ranks, which need not be of one length."""
+    """Return the shards of all ranks, which may differ in length."""
     shards: list[Tensor] = [shard] * world.size
     dist.all_gather_object(shards, shard.contiguous())
     return shards

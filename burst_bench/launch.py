@@ -1,4 +1,4 @@
-"""Processes that measure together: fresh ones over gloo, or those of torchrun; and the memory they keep."""
+"""Processes that measure together: fresh processes over gloo, or torchrun's; and their freed memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def in_processes(
     context: BaseContext | None = None,
     before: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """function(rank, size, *args) on `size` gloo ranks, one thread each. The first error ends all ranks.
+    """Run function(rank, size, *args) on `size` gloo ranks, one thread each. The first error ends all ranks.
 
     `context` makes the processes, by default `fresh_processes`. `before` is called with the rank before ranks
-    are joined. Raises whatever a rank raised, and BrokenProcessPool if a process was ended from outside, for
-    want of memory above all.
+    are joined. Raises the error of a rank, and BrokenProcessPool if a process was ended from outside, mostly
+    for lack of memory.
     """
     others = multiprocessing.active_children()
     with (
@@ -49,7 +49,7 @@ def in_processes(
 
 
 def fresh_processes(cuda: bool = False) -> BaseContext:
-    """Processes in which nothing ran but imports: those are made once, where the system can fork.
+    """Return the context of processes with only imports done: made once, on systems that can fork.
 
     With `cuda` they are made anew: a process that was forked from one that touched CUDA cannot use it.
     """
@@ -81,7 +81,7 @@ def _rank(
 
 
 def _end_with_the_first() -> None:
-    """End this process as soon as the one that measures has ended, even if that was killed."""
+    """End this process as soon as its parent has ended, even if that was killed."""
     first = multiprocessing.parent_process()
     if first is not None:
         first.join()
@@ -102,10 +102,10 @@ def joined(device: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Freed memory stays in the process, as in torch's allocator for GPUs, for whatever is timed in it.
+    """Keep freed memory in the process, as torch's allocator for GPUs does, for timed steps.
 
     Otherwise glibc returns large tensors to the kernel and gets them back page by page, which on virtual
-    machines takes about 10 us a page: up to a sixth of a short attention call, and nothing that is compared.
+    machines takes about 10 us a page: up to a sixth of a short attention call, unrelated to any method.
     """
     with contextlib.suppress(OSError, AttributeError):  # another system, or C library
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -114,9 +114,9 @@ def keep_freed_memory() -> None:
 
 
 def touch_memory(size: int) -> None:
-    """Take so many bytes from the system and free them: with `keep_freed_memory` they stay in the process.
+    """Take memory from the system and free it: with `keep_freed_memory` it stays in the process.
 
     Otherwise the heap takes new pages for as long as its blocks lie elsewhere in each call. At most 1.75 GiB,
-    since glibc gives back what is 2 GiB and more.
+    since glibc returns blocks of 2 GiB and more.
     """
     torch.empty(min(size, 7 * 2**28), dtype=torch.uint8).fill_(0)

@@ -1,4 +1,4 @@
-"""How much memory a call takes at its worst moment, and the largest tensor that it makes."""
+"""The peak memory of a call, and the largest tensor that it makes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def peak_meter(call: Callable[[], object], device: str) -> dict[str, float]:
-    """Return as a meter what a call takes at its worst moment beyond what is taken before; none if unknown.
+    """Return the peak memory of a call beyond the memory before it, as a meter; none if unknown.
 
-    On CPU the kernel counts it, of the whole process: what libraries take beside tensors is in it.
+    On CPU the kernel counts it, for the whole process: memory of libraries, not only tensors.
     """
     gc.collect()
     if device == "cuda":
@@ -38,7 +38,7 @@ def peak_meter(call: Callable[[], object], device: str) -> dict[str, float]:
 
 def _reset_high_water() -> bool:
     with contextlib.suppress(OSError, AttributeError):  # another system, or C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed before must not serve the call for nothing
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else the call reuses freed memory, uncounted
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -47,16 +47,16 @@ def _reset_high_water() -> bool:
 
 
 def of_process(file: str, name: str) -> int:
-    """Return a number that Linux keeps of this process: bytes in "io", kilobytes in "status"."""
+    """Return a counter that Linux keeps for this process: bytes in "io", kilobytes in "status"."""
     lines = Path("/proc/self", file).read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 class LargestMade(TorchDispatchMode):
-    """Within it, the elements of the largest tensor that any operator makes, or has a view of."""
+    """Records the elements of the largest tensor that any operator makes, or has a view of."""
 
     def __init__(self, old: Iterable[Tensor]) -> None:
-        """old: tensors that are there already, which do not count."""
+        """old: tensors from before, which do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._old = {x.untyped_storage().data_ptr() for x in old}
         self.elements = 0
@@ -64,8 +64,8 @@ class LargestMade(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._old:
                 self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
-        return made
+        return result

@@ -12,11 +12,11 @@ from burst_bench.core import Table
 from burst_bench.results import Results, read, unit_of
 
 SCALES = {"B": (1e6, "MB"), "FLOP": (1e12, "TFLOP")}
-"""Units that are shown larger than they are written."""
+"""Units that are displayed at a larger scale than stored."""
 
 
 def report(results: Results) -> str:
-    """Everything: tables, what did not run, the bars, and notes."""
+    """Return the whole report: tables, skipped methods, the bars, and notes."""
     parts = [table(results, name) for name in results.tables]
     parts += [f"{r['case']}: {r['method']} was not timed: {r['reason']}" for r in results.refused]
     parts += [f"{error['case']} failed: {error['error']}" for error in results.errors]
@@ -25,14 +25,14 @@ def report(results: Results) -> str:
 
 
 def bars(results: Results) -> str:
-    """Claims beside what was measured, and the claims that were not judged."""
+    """Return the claims with their measurements, and the claims that were not judged."""
     lines = [
         (b.case, b.claim, f"{b.value:.3g}", b.must_be, "reached" if b.reached else "MISSED")
         for b in results.bars
     ]
     text = markdown(("case", "claim", "measured", "bar", ""), lines) if lines else "no claim has a bar here"
-    missing = [f"not judged, since not measured: {claim}" for claim in results.not_judged]
-    return "\n".join([text, *missing])
+    notes = [f"not judged, since not measured: {claim}" for claim in results.not_judged]
+    return "\n".join([text, *notes])
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -48,8 +48,8 @@ def table(results: Results, case: str) -> str:
     cells = results.tables.get(case, Table())
     meters = list(dict.fromkeys(meter for _, meter in cells))
     lines = [[m, *(_cell(cells.get((m, meter), ()), meter) for meter in meters)] for m in cells.methods]
-    said = "; ".join(f"{k}={v}" for k, v in results.cases.get(case, {}).items() if isinstance(v, int | str))
-    heading = f"{case}\n{said}\n" if said else f"{case}\n"
+    fields = "; ".join(f"{k}={v}" for k, v in results.cases.get(case, {}).items() if isinstance(v, int | str))
+    heading = f"{case}\n{fields}\n" if fields else f"{case}\n"
     return heading + markdown(["", *(_shown(meter)[1] for meter in meters)], lines)
 
 

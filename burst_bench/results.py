@@ -1,4 +1,4 @@
-"""Results of a run: figures beside their bars, and the one JSON file that all subjects share."""
+"""Results of a run: figures with their bars, and the JSON format of all subjects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNITS = {
     "s": ("cpu", "wall", "recomputing", "saved", "predicted", "hop", "kernel", "emulated"),
     "FLOP": ("flops",),
 }
-"""Meters by their unit; a meter is told by its last word. Others are ratios, or have their unit as name."""
+"""Meters by their unit, which the last word of a meter names. Others are ratios, or end in their unit."""
 
 
 def unit_of(meter: str) -> str:
@@ -31,13 +31,13 @@ def unit_of(meter: str) -> str:
 
 @dataclass
 class Results:
-    """All that a run of a subject gave, complete after each case."""
+    """All results of a run of a subject, complete after each case."""
 
     subject: str
     about: str
     device: str
     repeats: int | None
-    """None where a run of before did not record them."""
+    """None if an old run did not record them."""
     cases: dict[str, Any] = field(default_factory=dict)
     """The fields of each case, by name."""
     tables: dict[str, Table] = field(default_factory=dict)
@@ -48,18 +48,18 @@ class Results:
     """Cases that failed: case, error."""
     bars: list[Bar] = field(default_factory=list)
     not_judged: list[str] = field(default_factory=list)
-    """Claims of which a figure is missing."""
+    """Claims with a missing figure."""
     notes: list[str] = field(default_factory=list)
-    """What a reader must know besides."""
+    """Notes for the reader."""
 
     def add(self, case: str, figures: Derived) -> None:
-        """Take the figures of a case, but those without samples."""
+        """Add the figures of a case, without empty ones."""
         for method, meter, samples in figures:
             if len(samples):
                 self.tables.setdefault(case, Table())[method, meter] = tuple(samples)
 
     def judge(self, subject: type[Case], cases: Mapping[str, Case]) -> None:
-        """Put every figure that has a bar beside it, and list the claims that have none."""
+        """Compare every figure with its bar, and list the claims without a figure."""
         self.bars, self.not_judged = [], []
         bars = [replace(bar, case=name) for name, case in cases.items() for bar in case.bars(self.device)]
         for bar in (*bars, *(replace(bar, case=ALL) for bar in subject.overall)):
@@ -70,7 +70,7 @@ class Results:
                 self.not_judged.append(f"{bar.case}: {bar.claim}")
 
     def as_json(self, made_by: Mapping[str, Any] | None = None) -> str:
-        """Return the file of this run; `made_by`: commit, machine and versions, by default those of now."""
+        """Return the file of this run; `made_by`: commit, machine and versions, by default as of now."""
         whole = {
             "schema": SCHEMA, "subject": self.subject, "about": self.about,
             **(made_by or provenance.made_by(self.device)),

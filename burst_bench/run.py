@@ -19,22 +19,22 @@ from burst_bench.stage import Outcome, Samples, StageWork, measure
 
 
 def device_for(subject: type[Case], word: str, joined: bool = False) -> str:
-    """Return the device that "auto", "cpu" or "cuda" means for a subject; joined: torchrun started us.
+    """Return the device of "auto", "cpu" or "cuda" for a subject; joined: torchrun started the process.
 
     Raises a ValueError if the subject, or this machine, does not have the device.
     """
     if joined and not subject.joined:
         raise ValueError(f"{subject.subject} starts its own processes: run it without torchrun")
-    here = [device for device in subject.devices if device == "cpu" or torch.cuda.is_available()]
-    if subject.joined and not joined and "cuda" in here:
+    devices = [device for device in subject.devices if device == "cpu" or torch.cuda.is_available()]
+    if subject.joined and not joined and "cuda" in devices:
         if word == "cuda":
             command = f"torchrun --nproc-per-node 8 -m burst_bench {subject.subject} --device cuda"
             raise ValueError(f"{subject.subject} on GPUs needs a process for each: {command}")
-        here.remove("cuda")
+        devices.remove("cuda")
     if word == "auto":
-        return here[-1] if here else subject.devices[0]
-    if word not in here:
-        raise ValueError(f"no device {word!r} here for {subject.subject}; legal: auto, {', '.join(here)}")
+        return devices[-1] if devices else subject.devices[0]
+    if word not in devices:
+        raise ValueError(f"no device {word!r} here for {subject.subject}; legal: auto, {', '.join(devices)}")
     return word
 
 
@@ -53,30 +53,30 @@ def cases_for(
         subject: Has the cases.
         texts: Names or fields of cases.
         device: "cpu" or "cuda".
-        ranks: Processes that torchrun started; None: a case says how many are started.
+        ranks: Processes that torchrun started; None: a case gives their number.
         given: Fields that all cases get, by name (`Case.options`).
     """
     fixed = dict(given or {})
     if foreign := fixed.keys() - set(subject.options):
         raise ValueError(f"{subject.subject} has no option --{min(foreign)}")
-    named = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
+    cases = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
     if ranks is not None:
-        named = {f"{ranks} ranks": subject(ranks=ranks, **fixed)}
-    asked: dict[str, Case] = {}
+        cases = {f"{ranks} ranks": subject(ranks=ranks, **fixed)}
+    chosen: dict[str, Case] = {}
     for text in texts:
-        if text not in named and "=" not in text:
+        if text not in cases and "=" not in text:
             raise ValueError(
-                f"unknown case {text!r}; legal: {'; '.join(named)}; or fields such as 'seq=4096'"
+                f"unknown case {text!r}; legal: {'; '.join(cases)}; or fields such as 'seq=4096'"
             )
-        if text in named:
-            asked[text] = named[text]
+        if text in cases:
+            chosen[text] = cases[text]
             continue
         says_ranks = any(part.split("=")[0].strip() == "ranks" for part in text.split(";"))
         case = in_words(subject, text, **fixed, **({} if ranks is None or says_ranks else {"ranks": ranks}))
         if ranks not in (None, case.ranks):
             raise ValueError(f"torchrun started {ranks} ranks, and {text!r} wants {case.ranks}")
-        asked[text] = case
-    return asked or dict(named)
+        chosen[text] = case
+    return chosen or dict(cases)
 
 
 def run(
@@ -89,10 +89,10 @@ def run(
 ) -> Results:
     """Measure all cases; `say` gets the results after each.
 
-    A case that fails is an error in the results, and costs no other. In ranks that torchrun started, the run
-    ends with it.
+    A case that fails is an error in the results; other cases still run. In torchrun's ranks, the run
+    ends with the first error.
 
-    Raises a ValueError if a name is unknown, or no method that was asked for can serve a case; a RuntimeError
+    Raises a ValueError for an unknown name, or if no requested method supports a case; a RuntimeError
     if this machine cannot emulate the cluster that the subject needs.
     """
     results = Results(subject.subject, subject.about(), device, repeats)
@@ -110,7 +110,7 @@ def run(
             refused |= outcome.refused
             ours = [method.name for method in methods if method.ours and method.name in outcome.refused]
             results.errors += [{"case": name, "error": f"{m}: {outcome.refused[m]}"} for m in ours]
-        except Exception as error:  # whatever it is, other cases may work
+        except Exception as error:  # of any kind: other cases may still work
             if dist.is_initialized():  # the other ranks may still be in this case
                 raise
             results.errors.append({"case": name, "error": first_line(error)})
@@ -123,11 +123,11 @@ def run(
 
 
 def _able(case: Case, names: Sequence[str], device: str) -> tuple[list[Method], dict[str, str]]:
-    """Methods of these names, or all by default, that lack nothing; and what the others lack."""
-    known = {method.name: method for method in case.methods()}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"unknown method {unknown[0]!r}; legal: {', '.join(known)}")
-    methods = [known[name] for name in names or (case.default if device == "cpu" else ()) or known]
+    """Return the methods of these names, or all by default, that can run; and the reasons of the others."""
+    by_name = {method.name: method for method in case.methods()}
+    if unknown := [name for name in names if name not in by_name]:
+        raise ValueError(f"unknown method {unknown[0]!r}; legal: {', '.join(by_name)}")
+    methods = [by_name[name] for name in names or (case.default if device == "cpu" else ()) or by_name]
     lacking = {m.name: f"needs {why}" for m in methods if (why := m.needs(case, device)) is not None}
     if len(lacking) == len(methods):
         raise ValueError("; ".join(f"method {name} {why}" for name, why in lacking.items()))
@@ -164,7 +164,7 @@ def _in_world(work: StageWork) -> Outcome:
 
 
 def _alone(work: StageWork) -> Outcome:
-    """Measure one method: the end of its process is its result, unless the method beside caused it."""
+    """Measure one method: the end of its process is its result, unless the unit in turn caused it."""
     try:
         return _in_world(work)
     except BrokenProcessPool:
@@ -177,9 +177,9 @@ def _alone(work: StageWork) -> Outcome:
 
 
 def _joined(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the samples of several sets of processes; up to the first that refuses a method.
+    """Return the samples of several sets of processes, up to the first that rejects a method.
 
-    Figures that one of the sets does not have are dropped: their rounds would not be those of the others.
+    Figures that are missing in one of the sets are dropped: their rounds would not be comparable.
     """
     several: list[Samples] = []
     for outcome in outcomes:

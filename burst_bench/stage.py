@@ -1,6 +1,6 @@
 """The work of one process on a case: gate every method, then time methods and units in turn.
 
-Clocks give the seconds of steps that run in turn, so that all see the same machine.
+Steps run in turn, so that all are timed on the same state of the machine.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from burst_bench.launch import keep_freed_memory, touch_memory
 
 @dataclass(frozen=True)
 class StageWork:
-    """What a set of processes measures."""
+    """The work of a set of processes."""
 
     case: Case
     methods: Sequence[Method]
     rounds: int
     device: str = "cpu"
     beside: Method | None = None
-    """Timed in turn with the only method."""
+    """The unit that is timed in turn with the only method."""
 
 
 @dataclass
 class Outcome:
-    """What a set of processes measured."""
+    """The measurements of a set of processes."""
 
     samples: Samples = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    """Why methods were not timed."""
+    """Reasons why methods were not timed."""
 
 
 def measure(rank: int, size: int, work: StageWork) -> Outcome:
@@ -58,9 +58,9 @@ def measure(rank: int, size: int, work: StageWork) -> Outcome:
         times = interleave(running, world, work.rounds, clearly=case.clearly)
         alone = work.methods[0].name
         for (name, meter), samples in times.items():
-            # Figures of units are those of a method that runs alone, too, with the unit's name before.
-            own = (name, meter) if not case.beside or name == alone else (alone, f"{name} {meter}")
-            outcome.samples[own] = samples
+            # In a method's own processes a unit's figures belong to the method, with the unit as prefix.
+            label = (name, meter) if not case.beside or name == alone else (alone, f"{name} {meter}")
+            outcome.samples[label] = samples
     return outcome
 
 
@@ -74,7 +74,7 @@ def _gated(
         if trial.warm is not None:
             trial.warm()
         meters = {**trial.memory(), **trial.check()}
-    except Exception as error:  # whatever a method raises is a result of the measurement
+    except Exception as error:  # any error of a method is a result
         reason = first_line(error)
     reason = _agreed(reason, world)
     if trial is None or reason is not None:
@@ -84,7 +84,7 @@ def _gated(
 
 
 def wrong(meters: Mapping[str, float], bound: float) -> str | None:
-    """Return the name of an error above the bound, or not a number; None if all are small."""
+    """Return the name of an error that is above the bound, or NaN; None if all are small."""
     for meter, value in meters.items():
         if meter.endswith("error") and not value <= bound:
             return f"wrong: its {meter} is {value:.3g}, which may be {bound:.3g}"
@@ -92,7 +92,7 @@ def wrong(meters: Mapping[str, float], bound: float) -> str | None:
 
 
 def _agreed(reason: str | None, world: World) -> str | None:
-    """Return the first reason that any rank has."""
+    """Return the first reason of any rank."""
     reasons: list[str | None] = [None] * world.size
     dist.all_gather_object(reasons, reason)
     return next((text for text in reasons if text is not None), None)
@@ -101,15 +101,15 @@ def _agreed(reason: str | None, world: World) -> str | None:
 HEAD_START = 10**8
 """Clock cycles, about 50 ms, that a GPU sleeps so that the host gets ahead of it."""
 SUMMED = ("cpu", "recomputing")
-"""Meters whose figure is the sum over ranks; that of the others is the largest."""
+"""Meters that are summed over ranks; of others the largest counts."""
 Samples = dict[tuple[str, str], list[float]]
-"""By (method, meter)."""
+"""Samples by (method, meter)."""
 
 
 def interleave(trials: Mapping[str, Trial], world: World, rounds: int, *, clearly: float) -> Samples:
     """Time the steps of all trials in turn, forth and back, after one round that is not counted.
 
-    A step whose first round took more than `clearly` times the fastest's has that round alone.
+    A step whose first round took more than `clearly` times the fastest's has only that round.
     """
     steps = [(name, part, trial) for name, trial in trials.items() for part in trial.steps]
     samples: Samples = {}
@@ -158,7 +158,7 @@ def _cuda(step: TimedStep, ahead: bool) -> dict[str, float]:
 
 
 def over_ranks(sample: Mapping[str, float], world: World) -> dict[str, float]:
-    """Return each meter's sum over ranks, or the largest value."""
+    """Return each meter's sum over ranks, or its maximum."""
     if world.size == 1:
         return dict(sample)
     values = torch.tensor(list(sample.values()), dtype=torch.float64)
@@ -166,6 +166,6 @@ def over_ranks(sample: Mapping[str, float], world: World) -> dict[str, float]:
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     dist.all_reduce(sums)
     return {
-        meter: (total if meter.split()[-1] in SUMMED else most)
-        for meter, most, total in zip(sample, values.tolist(), sums.tolist(), strict=True)
+        meter: (total if meter.split()[-1] in SUMMED else maximum)
+        for meter, maximum, total in zip(sample, values.tolist(), sums.tolist(), strict=True)
     }

@@ -1,4 +1,4 @@
-"""The times of what each rank does in a pass: recorded in any run, and for `burst-mcore draw --measure`."""
+"""Times of each rank's actions in a pass: recorded in any run, and for `burst-mcore draw --measure`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from burst_plan.simulate.trace import Event, lane
 class Recording:
     """A recorder of the times of one rank's actions, on the host.
 
-    A message's end is the time when its wait was over: it arrived then, or earlier.
+    A message's end is the end of its wait: it arrived then, or earlier.
     """
 
     rank: int = 0
@@ -36,7 +36,7 @@ class Recording:
 
     @contextlib.contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """Take the time of an action, and of the messages that it waits for."""
+        """Record the time of an action, and of the messages that it waits for."""
         before = time.perf_counter()
         yield
         if isinstance(action, does.Wait):
@@ -46,7 +46,7 @@ class Recording:
             self._note("compute", str(action), before)
 
     def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
-        """Note when the messages of a hop started."""
+        """Record the start of the messages of a ring step."""
         now = time.perf_counter()
         started = [(str(action), now) for action in actions if isinstance(action, does.Recv)]
         self._under_way.setdefault(channel, []).extend(started)
@@ -58,9 +58,9 @@ class Recording:
 
 @contextlib.contextmanager
 def record(rank: int = 0) -> Iterator[list[Event]]:
-    """Record the passes that run inside, with the rank that the events are marked with.
+    """Record the passes that run inside; rank: the rank of the events.
 
-    Every rank records its own: gather the lists and give them to `burst_plan.explain.chrome_trace`.
+    Every rank records its events: gather the lists and give them to `burst_plan.explain.chrome_trace`.
     """
     recording = Recording(rank)
     RECORDERS.append(recording)
@@ -75,8 +75,8 @@ def trace_pass(
 ) -> list[Event]:
     """Return the events of every rank in one pass, over gloo on this machine.
 
-    The way is chosen by `rates`, or those of a CPU. Raises a ValueError if the configuration cannot serve the
-    problem, a RuntimeError if a rank failed.
+    The candidate is chosen by `rates`, by default a CPU's. Raises a ValueError if the configuration does not
+    support the problem, a RuntimeError if a rank failed.
     """
     config = replace(config, backward=Pass.KV if pass_ == Pass.FORWARD else pass_)
     per_rank = in_processes(ranks.size, _trace_pass, problem, ranks.intra, pass_, config, rates)

@@ -1,17 +1,17 @@
 """burst_mcore: BurstAttention as a plugin for Megatron-Core, DeepSpeed and plain PyTorch.
 
-mask, layout            which tokens attend to which, and which rank holds which
+mask, layout            the attending query-key pairs, and the tokens of each rank
 attention               the ring: `burst_attention`
 loss                    the fused LM head and loss
-checkpointing, recurrent  recompute policies; recurrences and short convolutions beside attention
+checkpointing, recurrent  recompute policies; recurrences and short convolutions
 rollouts                rollouts of one prompt as one packed row, a tree
 megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time; version
-transformers            causal LMs of Hugging Face over shards, on which deepspeed and torch stand
+transformers            causal LMs of Hugging Face over shards, the base of deepspeed and torch
 torch                   plain PyTorch: loops by hand over FSDP2 and DDP; compat: other projects' functions
 agreement, config, rates, packages, dtypes, words   shared by all
-scripts                 what a launcher runs; bench: the old name of the package burst_bench
+scripts                 scripts under a launcher; bench: the old name of the package burst_bench
 
-What runs when one trains is here. burst_plan answers questions before a run, burst_bench measures.
+This package is for training. burst_plan plans and predicts before training, burst_bench measures.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`burst_attention`, at its first use: torch.compile, which must know of it, takes a second to import.
+    """Import `burst_attention` at its first use: it imports torch.compile, which takes a second.
 
-    What only plans or explains need not wait for that.
+    Programs that only plan or explain do not need this import.
     """
     if name != "burst_attention":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,11 +18,11 @@ GRAD_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 
 
 class Setting(NamedTuple):
-    """A field of `BurstConfig` as a person writes it, in a flag, in a key, and in the docs."""
+    """The description of a field of `BurstConfig`, for flags, keys and docs."""
 
     default: Any
     legal: tuple[str, ...] | str
-    """All legal words, or a description of the legal values."""
+    """All legal options, or a description of the legal values."""
     meaning: str
     """A sentence."""
 
@@ -41,7 +41,7 @@ class BurstConfig:
     """
 
     layout: Layout | str = setting("zigzag", NAMES, "How tokens are sharded over the ranks.", hashed=False)
-    """A `Layout`, or its word. Each call hashes its config, of which few differ in the layout alone."""
+    """A `Layout`, or its name. Not hashed, for speed: few configs differ only in the layout."""
 
     backward: str = setting(
         "auto",
@@ -73,10 +73,10 @@ class BurstConfig:
         "The ranks that divide heads: inner: neighbours, and the ring goes from node to node; outer: one "
         "of each ring of neighbours, and heads cross the nodes; auto: the cost model chooses.",
     )
-    """Matters where `head_parallel` is neither 1 nor all ranks. On one node "auto" is "inner"."""
+    """Without effect if `head_parallel` is 1 or all ranks. On one node "auto" is "inner"."""
 
     overlap: bool = setting(True, "true, false", "Communicate while ranks compute (off: wait for each hop).")
-    """Changes times alone: results are the same."""
+    """Results are the same; only times differ."""
 
     kernel: str = setting("auto", "auto, or a kernel's name", "The local attention kernel.")
     """A name in the kernel table (`burst_mcore.attention.kernels.table`), or "auto"."""
@@ -99,7 +99,7 @@ class BurstConfig:
         "The thread blocks of a GPU that each NCCL communicator of the ring may use, at most, and never "
         "more than 4 between nodes; the others are left to attention.",
     )
-    """NCCL's `maxCTAs`. Eight move what a ring sends at 8K tokens a rank: an estimate, not measured."""
+    """NCCL's `maxCTAs`. Eight suffice for a ring with 8K tokens a rank: an estimate, not measured."""
 
     def __new__(cls, **fields: Any) -> Self:
         if not fields.keys() <= SETTINGS.keys():
@@ -138,7 +138,7 @@ def _word(default: Any) -> Any:
 
 
 def settings_of(kind: type[Any]) -> dict[str, Setting]:
-    """Return the fields of a dataclass that are made by `setting`."""
+    """Return the settings of a dataclass with fields made by `setting`."""
     return {each.name: Setting(_word(each.default), **each.metadata) for each in fields(kind)}
 
 

@@ -1,4 +1,4 @@
-"""The dtypes that attention and the loss take, and the dtype in which they sum."""
+"""The dtypes of attention's and the loss's inputs, and of their sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 TRAINED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Dtypes by name that models are trained in."""
+"""Training dtypes by name."""
 DTYPES = {**TRAINED, "float64": torch.float64}
 """All dtypes of inputs by name; float64 is for checks."""
 
@@ -19,7 +19,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast tensors as torch.autocast casts those of products, if it is on; float64 and others are left."""
+    """Cast tensors like torch.autocast before a product, if it is on; float64 and others stay unchanged."""
     first = tensors[0]
     if not isinstance(first, Tensor) or first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -29,9 +29,10 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def of_parts(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the log-sum-exp of a partial result, from which its weight in a merge follows.
+    """Return the dtype of the log-sum-exp of a partial result, which sets its weight in a merge.
 
-    Rounding changes a weight exp(lse_i - lse) by eps * |lse_i|. Where the keys of a row share a score of
-    1000, that is 500 roundings of an output in float32. An error that all parts have in common cancels.
+    A rounded lse_i changes the weight exp(lse_i - lse) by the factor 1 + eps |lse_i|. If the keys of a row
+    share a score of 1000, this is 500 times the rounding error of a float32 output. Errors common to all
+    parts cancel.
     """
     return torch.float64 if dtype.itemsize >= torch.float32.itemsize else torch.float32

@@ -1,4 +1,4 @@
-"""The speed of a cluster: rates of kernels, memory and links, and the rates that "auto" takes by default."""
+"""The speed of a cluster: rates of kernels, memory and links, and the default rates of "auto"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Self
 class Rates:
     """Sustained rates of one rank, in SI units. Raises ValueError for a value that is not legal.
 
-    The first five suffice for a coarse prediction. The others refine it; by default they cost nothing.
+    The first five suffice for a coarse prediction. The others refine it; their defaults have no effect.
     """
 
     intra: float
@@ -25,36 +25,36 @@ class Rates:
     compute: float
     """FLOPs a second of the attention kernel in forward, for long sequences."""
     latency: float = 10e-6
-    """Seconds that a message takes besides its bytes."""
+    """Seconds of a message in addition to its bytes."""
     hidden: bool = True
-    """Whether messages rotate while a rank computes; sockets take the cores that compute."""
+    """Whether messages overlap with compute; sockets use the cores that compute."""
     backward: float | None = None
     """FLOPs a second of the kernel in backward; None: as in forward."""
     exponentials: float = math.inf
-    """Exponentials a second: the kernel needs one for each head of a query-key pair."""
+    """Exponentials a second: the kernel computes one for each head of a query-key pair."""
     memory: float = math.inf
     """Bytes a second of the device's memory, for the passes between kernels."""
     fill: float = 0.0
-    """Keys that a query row of a kernel call costs besides those it sees, while pipelines fill."""
+    """The overhead of a query row of a kernel call, in keys, while pipelines fill."""
     wave: float = 0.0
-    """Rows, of all heads, that a forward kernel works on at once. At its end half of the device idles, on
-    average, for as long as a row takes."""
+    """The rows, of all heads, of a forward kernel's wave. In the last wave half of the device idles, on
+    average, for the time of a row."""
     wave_backward: float | None = None
     """The same in backward; None: as in forward."""
     head_dims: tuple[int, ...] = ()
-    """Head dims that the kernel has, in ascending order: others are padded to the next; empty: every one."""
+    """The kernel's head dims, in ascending order: others are padded to the next; empty: every head dim."""
     call: float = 0.0
-    """Seconds in which the host launches a ring step, or an exchange of heads, ahead of the device."""
+    """Seconds of the host to launch a ring step, or an exchange of heads, ahead of the device."""
     crowding: float = 0.0
-    """Exponent by which members of an all-to-all slow each other down where no switch joins the devices.
+    """The exponent of the slowdown of an all-to-all without a switch between the devices.
 
     Among h members of a node, a rank sends at `intra` / (h / 2) ** crowding."""
     levels: tuple[tuple[int, float], ...] = ()
     """Slower links within a node: (n, bytes a second) between ranks of different groups of n neighbours."""
     slowdown: float = 0.0
-    """Share of a message's time by which it lengthens the kernel that runs beside it."""
+    """The share of a message's time by which a concurrent kernel becomes longer."""
     others: float = 0.0
-    """Share of all links that other traffic takes."""
+    """The share of all links that other traffic uses."""
 
     def __post_init__(self) -> None:
         legal = (isinstance(self.hidden, bool), "hidden", "True or False", self.hidden)
@@ -88,10 +88,10 @@ class Rates:
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Return the rates in a JSON file that `save` or `burst-mcore calibrate` wrote.
+        """Return the rates in a JSON file of `save` or `burst-mcore calibrate`.
 
         Raises:
-            ValueError: no such file, or not rates.
+            ValueError: the file is missing, or holds no rates.
         """
         try:
             text = json.loads(Path(path).read_text())
@@ -103,16 +103,16 @@ class Rates:
             raise ValueError(f"{path} is no file of rates: {error}") from None
 
     def save(self, path: Path | str, **about: object) -> None:
-        """Write the rates as JSON; about: further entries, such as the machine that was measured."""
-        known = {name: value for name, value in asdict(self).items() if value != math.inf}
-        Path(path).write_text(json.dumps({**about, "rates": known}, indent=1) + "\n")
+        """Write the rates as JSON; about: further entries, such as the measured machine."""
+        values = {name: value for name, value in asdict(self).items() if value != math.inf}
+        Path(path).write_text(json.dumps({**about, "rates": values}, indent=1) + "\n")
 
     def computed(self, head_dim: int) -> int:
         """Return the head dim that the kernel computes."""
         return next((dim for dim in self.head_dims if head_dim <= dim), head_dim)
 
     def link(self, *, inter: bool) -> float:
-        """Return the bytes a second that are left to a rank, between nodes or at best within one."""
+        """Return a rank's available bytes a second, between nodes or at best within a node."""
         return (self.inter if inter else self.intra) * (1 - self.others)
 
 
@@ -124,10 +124,10 @@ def _number(value: object) -> bool:
 
 
 RATES_FILE = "BURST_MCORE_RATES"
-"""Environment variable: a file of rates that replaces the defaults, as `burst-mcore calibrate` writes it."""
+"""The environment variable of a file with rates (from `burst-mcore calibrate`) that replace the defaults."""
 
 CPU = Rates(intra=1e9, inter=125e6, compute=50e9, latency=200e-6, hidden=False)
-"""Processes of one machine over loopback; between machines 10 Gbit/s that ten of them share."""
+"""Processes of one machine over loopback; between machines ten processes share 10 Gbit/s."""
 
 CUDA = Rates(
     intra=382.5e9,
@@ -148,7 +148,7 @@ CUDA = Rates(
 
 @lru_cache
 def default_rates(device: str) -> Rates:
-    """Return the rates of a kind of device, "cpu" or "cuda": those of the file in `RATES_FILE`, if it is set.
+    """Return the rates of a device, "cpu" or "cuda", or the rates in the file of `RATES_FILE`, if set.
 
     Raises:
         ValueError: the file holds no rates.

@@ -1,4 +1,4 @@
-"""Python programs that a launcher of ours runs in its own process, as python itself would."""
+"""The execution of Python programs in a launcher's process, like python itself."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def launch(launcher: str, prepare: Callable[[], object]) -> None:
-    """Run the program that the command line of `python -m launcher` names, after `prepare`.
+    """Run the program on the command line of `python -m launcher`, after `prepare`.
 
-    Ranks that the program starts by torchrun, as `trl sft` and others do, run under the launcher too.
+    Ranks that the program starts by torchrun, as in `trl sft`, run under the launcher, too.
     """
     usage = (
         f"usage: python -m {launcher} SCRIPT [ARGUMENTS]; for SCRIPT also: -m MODULE, a command such as trl"
@@ -32,10 +32,10 @@ def launch(launcher: str, prepare: Callable[[], object]) -> None:
 
 
 def _python_of_ranks(folder: str, launcher: str) -> str:
-    """Write the executable that torchrun is to start in the place of python, which has -u first."""
+    """Write the executable that torchrun starts instead of python; its first argument is -u."""
     python = Path(folder, "python")
-    own = shlex.quote(os.environ.get("PYTHON_EXEC", sys.executable))
-    python.write_text(f'#!/bin/sh\n[ "$1" = -u ] && shift\nexec {own} -u -m {launcher} "$@"\n')
+    executable = shlex.quote(os.environ.get("PYTHON_EXEC", sys.executable))
+    python.write_text(f'#!/bin/sh\n[ "$1" = -u ] && shift\nexec {executable} -u -m {launcher} "$@"\n')
     python.chmod(0o700)
     return str(python)
 
@@ -43,8 +43,8 @@ def _python_of_ranks(folder: str, launcher: str) -> str:
 def script_of(command: Sequence[str], launcher: str, usage: str) -> Callable[[], object]:
     """Return a function that runs `command`: a script, `-m` and a module, or a console script, and arguments.
 
-    A console script is a command of an installed package, such as trl. sys.path and sys.argv are the
-    program's from here on. Exits with a message where there is no such program.
+    A console script is a command of an installed package, such as trl. This sets sys.path and sys.argv for
+    the program. Exits with a message if the program is missing.
     """
     if not command:
         sys.exit(usage)

@@ -1,3 +1,3 @@
-"""The version, where the build reads it without importing torch."""
+"""The version, in a file that the build reads without importing torch."""
 
 __version__ = "0.2.0"

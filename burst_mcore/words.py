@@ -1,4 +1,4 @@
-"""Words for messages: values in one line, arguments as other packages name them; and digests of contents."""
+"""Helpers for errors: values in one line, aliases of arguments in other packages; and digests of contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 LONGEST = 80
-"""Characters of a value in a message, at most."""
+"""The maximum characters of a value in an error."""
 
 _MASKS = "mask=Mask.causal(), Mask.window(left, right), Mask.blocks(...), ... joined by & and |"
 _WRITTEN = {
@@ -40,7 +40,7 @@ REMOVED = {
     "mesh": "it is removed; write ring='direct' or head_parallel='auto', which also move fewer bytes",
     "sm_margin": "it is removed; write max_ctas=..., the multiprocessors that messages may take",
 }
-"""What to write in the place of settings that earlier versions had."""
+"""Replacements of removed settings."""
 _ANSWERS |= REMOVED
 _ANSWERS["enable_gqa"] = "leave it out; k and v may have fewer heads than q"
 
@@ -57,7 +57,7 @@ def brief(value: object) -> str:
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a number, numpy's too, that a float can hold."""
+    """Return whether a value is a number, of Python or numpy, within the range of floats."""
     try:
         return isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:  # an integer beyond floats
@@ -71,14 +71,14 @@ def no_argument(owner: str, names: Iterable[str], legal: Iterable[str], ours: Ma
         owner: a function or class of ours.
         names: the arguments.
         legal: the arguments that it has.
-        ours: by name, what to pass to burst_attention in the place of an argument.
+        ours: by the name of an argument, the replacement in a call of burst_attention.
     """
     legal, answers = (
         [*legal],
         _ANSWERS | {name: f"write burst_attention(..., {x})" for name, x in ours.items()},
     )
-    told = [f"{name}: {answers.get(name) or _nearest(name, legal)}" for name in names]
-    return TypeError(f"{owner} has no argument {'; '.join(told)}")
+    problems = [f"{name}: {answers.get(name) or _nearest(name, legal)}" for name in names]
+    return TypeError(f"{owner} has no argument {'; '.join(problems)}")
 
 
 def _nearest(name: str, legal: Sequence[str]) -> str:

@@ -10,23 +10,23 @@ from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 _BELOW = {"torch", "triton", "sympy", "mpmath", "networkx", "numpy"}
-"""Packages that import no framework: most loaded modules are theirs, and reading all their values is slow."""
+"""Packages that import no framework, skipped for speed: most loaded modules are theirs."""
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace `owner.name` by `make(original)`, once for each `make`: a second call changes nothing."""
+    """Replace `owner.name` by `make(original)`. Idempotent for each `make`."""
     original = getattr(owner, name)
     if make not in _makers(original):
         setattr(owner, name, _wrapped(original, make))
 
 
 def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a function as `wrap` does, also in modules that imported the function by name."""
+    """Replace a function like `wrap`, also in modules that imported the function by name."""
     original = vars(module)[name]
     if make in _makers(original):
         return
     wrapped = _wrapped(original, make)
-    for other in [found for place, found in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
+    for other in [loaded for place, loaded in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
         names = [key for key, value in list(getattr(other, "__dict__", {}).items()) if value is original]
         for key in names:
             setattr(other, key, wrapped)
@@ -46,16 +46,16 @@ def around(function: Callable[..., T]) -> Callable[[Callable[..., Any]], Callabl
 
 
 class Replaced:
-    """Names of other packages that stand for something of ours until they are restored, in any order."""
+    """Temporary replacements of names in other packages, restored in any order."""
 
     _layers: ClassVar[dict[tuple[Any, str], tuple[Any, dict[Replaced, Callable[[Any], Any]]]]] = {}
-    """By name, its own value, and what each `Replaced` makes of the value below, lowest first."""
+    """By (owner, name): the original value, and the function of each `Replaced`, lowest layer first."""
 
     def __bool__(self) -> bool:
         return any(self in makes for _, makes in self._layers.values())
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace `owner.name` by `make(original)`; twice is once, also by two of this class."""
+        """Replace `owner.name` by `make(original)`. Idempotent, also for several instances."""
         _, makes = self._layers.setdefault((owner, name), (getattr(owner, name), {}))
         if self not in makes:
             if make not in makes.values():
@@ -63,7 +63,7 @@ class Replaced:
             makes[self] = make
 
     def restore(self) -> None:
-        """Give all names the values that they have without this."""
+        """Restore all names to their values without this instance."""
         for (owner, name), (value, makes) in list(self._layers.items()):
             if makes.pop(self, None) is not None:
                 for make in dict.fromkeys(makes.values()):
@@ -75,14 +75,14 @@ class Replaced:
 
 @contextmanager
 def while_set(thing: Any, **values: Any) -> Iterator[None]:
-    """Within, attributes of a thing have other values."""
-    before = {name: getattr(thing, name) for name in values}
+    """Set attributes of a thing within the context."""
+    originals = {name: getattr(thing, name) for name in values}
     try:
         for name, value in values.items():
             setattr(thing, name, value)
         yield
     finally:
-        for name, value in before.items():
+        for name, value in originals.items():
             setattr(thing, name, value)
 
 

@@ -2,7 +2,7 @@
 
 simulate    simulators of schedules on the clock of a cluster; machines: known GPUs and their links
 explain     schedules and masks: predictions, dry runs, pictures, traces
-step        a whole training step: its time, its memory, and the best way to run a model
+step        a whole training step: its time, its memory, and the best plan to run a model
 doctor      a configuration of DeepSpeed or Megatron, examined
 patch       patches of Megatron's source
 cli         the command; options: the options that its subcommands share

@@ -44,7 +44,7 @@ class OneLine(TyperGroup):
     """The command, whose usage errors are one line and status 2."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run it; as typer does, but for errors of usage."""
+        """Run it as typer does, except for errors of usage."""
         try:
             status = super().main(*args, **(options | {"standalone_mode": False}))
         except Exception as error:
@@ -72,7 +72,7 @@ app = typer.Typer(
 COMMANDS = "burst_mcore.commands"
 """Entry points of functions that other packages add to the command."""
 REFUSED = (ValueError, OverflowError, MemoryError)
-"""Errors that a question causes: words that are not legal, or sizes beyond numbers or memory."""
+"""Errors that a question causes: options that are not legal, or sizes beyond numbers or memory."""
 MEASURED_TOKENS = 16384
 """The longest sequence that `draw --measure` runs."""
 
@@ -215,15 +215,15 @@ def calibrate(
     try:
         if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the one that writes
             check_writable(out)
-        found = registered("calibrate")(ranks, repeats, device)
-        if found.rank == 0:
-            found.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if found.one_node else {}))
+        result = registered("calibrate")(ranks, repeats, device)
+        if result.rank == 0:
+            result.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if result.one_node else {}))
     except (ValueError, OSError) as error:
         _fail("calibrate", error)
-    if found.rank == 0:
-        typer.echo(f"measured with {found.words}: {in_words(found.rates)}")
-        if found.one_node:
-            share = found.rates.inter / found.rates.intra
+    if result.rank == 0:
+        typer.echo(f"measured with {result.words}: {in_words(result.rates)}")
+        if result.one_node:
+            share = result.rates.inter / result.rates.intra
             typer.echo(f"not measured: links between machines, assumed at {share:.3g} of the rate within")
         typer.echo(f"file: {out}")
 
@@ -371,15 +371,15 @@ def patch(
 
     name = trees.OPTIONS if options else trees.BACKEND
     actions = {"check": check, "apply": apply, "revert": revert, "numbered": show}
-    asked = [(act, folder) for act, folder in actions.items() if folder is not None]
+    tasks = [(act, folder) for act, folder in actions.items() if folder is not None]
     try:
         if other:
             raise trees.UnknownTreeError(
                 f"DIR must follow its option at once: --apply {other[0]} --options, not --options {other[0]}"
             )
-        if len(asked) != 1:
-            raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(asked)}")
-        ((act, folder),) = asked
+        if len(tasks) != 1:
+            raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(tasks)}")
+        ((act, folder),) = tasks
         typer.echo(getattr(trees.SourceTree(folder), act)(name), nl=False)
     except (trees.UnknownTreeError, OSError) as error:
         _fail("patch", error)
@@ -405,7 +405,7 @@ def _fail(command: str, error: Exception) -> NoReturn:
 
 
 def main() -> None:
-    """Run the command; a package that is not there is one line and status 2."""
+    """Run the command; a missing package is reported in one line, with status 2."""
     try:
         app()
     except ModuleNotFoundError as error:

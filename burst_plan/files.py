@@ -1,4 +1,4 @@
-"""Files that a command is to write, which are tried before anything is computed."""
+"""Files that a command will write: whether they can be written is checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from pathlib import Path
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuse files that cannot be written, before anything is computed; leave nothing behind.
+    """Check that files can be written, before anything is computed; leave nothing behind.
 
     Raises:
-        ValueError: a path whose folder is missing or that the system refuses, or a path given twice.
+        ValueError: a path whose folder is missing, that is not writable, or that is given twice.
     """
-    asked = [path for path in paths if path is not None]
-    if len({path.resolve() for path in asked}) < len(asked):
-        raise ValueError(f"two files are to be written to {asked[0]}: give each a path of its own")
-    for path in asked:
+    targets = [path for path in paths if path is not None]
+    if len({path.resolve() for path in targets}) < len(targets):
+        raise ValueError(f"two files are to be written to {targets[0]}: give each a path of its own")
+    for path in targets:
         if not path.resolve().parent.is_dir():
             raise ValueError(f"there is no folder {path.parent} for {path}")
         try:

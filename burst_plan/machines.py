@@ -18,8 +18,8 @@ class Constants:
     call: float = 0.15e-3
     """`Rates.call`, seconds, at most: tests hold a step on a CPU to it, without kernels and messages."""
     loops: float = 0.456e-3
-    """Seconds of a step of other projects' loops beside the device, fitted to public rows: launches by A100s'
-    hosts, and what the model leaves out. Collectives of TP and EP are taken to need as much."""
+    """Seconds of a step of other projects' loops on top of the device's, fitted to public rows. They are
+    launches by hosts, and terms outside the model. Collectives of TP and EP are assumed to need as much."""
     links: float = 0.85
     """Share of a specified rate that messages reach over NVLink and network cards: an assumption. Public rows
     of attention do not tell it from 1."""
@@ -57,17 +57,17 @@ class Machine:
     capability: int
     """Major compute capability."""
     link: float
-    """10**9 bytes a second, one way: all NVLinks of a GPU, or its PCIe lanes."""
+    """10**9 bytes a second in one direction: all NVLinks of a GPU, or its PCIe lanes."""
     switched: bool = True
     """Whether NVLink joins the GPUs of a node; else PCIe does."""
     nic: float
-    """10**9 bytes a second, one way, of a GPU's network card."""
+    """10**9 bytes a second in one direction, of a GPU's network card."""
     node: int = 8
     """GPUs of a node."""
     forward: float
-    """Share of `tflops` that flash kernels reach in forward, besides exponentials and `Constants.fill`."""
+    """Share of `tflops` that flash kernels reach in forward, on top of exponentials and `Constants.fill`."""
     backward: float
-    """The same in backward. For an A100 no public row tells it: set by hand beside the paper's rows."""
+    """The same in backward. For an A100 no public row gives it: set by hand to match the paper's rows."""
     reached: float = 1.0
     """Share of `link` that messages reach over PCIe."""
     crowding: float = 0.0
@@ -144,7 +144,7 @@ _L20 = replace(
     reached=0.27, crowding=1.3,
 )  # fmt: skip
 _MORE = (
-    # No row of these was published: kernels and PCIe are a relative's. Data sheets: GB200 NVL72, HGX B300.
+    # No row of these was published: kernels and PCIe are a related GPU's. Data sheets: GB200 NVL72, HGX B300.
     replace(_B200, name="GB200", tflops=2500, memory=186e9, node=72),
     # Exponentials: developer.nvidia.com/blog, "Inside NVIDIA Blackwell Ultra".
     replace(_B200, name="B300", exponentials=10.7, memory=288e9, nic=100),
@@ -173,30 +173,30 @@ MACHINES = {
         *_MORE,
     )
 }
-"""Specifications are those of NVIDIA's data sheets, network cards those of its DGX systems.
+"""Specifications are from NVIDIA's data sheets; network cards are from its DGX systems.
 
 Tiles are those of flash-attention. In csrc/flash_attn/src they are two blocks of 128 queries
 (flash_fwd_launch_template.h) and one of 128 keys (flash_bwd_launch_template.h). In hopper they are one of 128
-(tile_size.h, flash_bwd_launch_template.h). Those of a B200 are an assumption.
+(tile_size.h, flash_bwd_launch_template.h). The tiles of a B200 are an assumption.
 
-Machines without rows of their own take the kernel shares of a relative. The A800, the A100 on PCIe and the
-L20 take those of the A100, the H200 those of the H100. No preset has `Rates.levels`: no specification names
+Machines without published rows take the kernel shares of a related GPU. The A800, the A100 on PCIe and the
+L20 take the shares of the A100, the H200 of the H100. No preset has `Rates.levels`: no specification names
 the hosts of the PCIe machines in public rows. Slower links between pairs or halves explain these rows
-hardly better: the mean error of the L20's falls from 12 % to 11 %, that of the A100's not at all. A100-quad
+hardly better: the mean error of the L20 falls from 12 % to 11 %, of the A100 not at all. A100-quad
 is the cluster of DeepSpeed's figures of Ulysses-Offload, 4 GPUs a node. Its network is not published: `nic`
 is fitted to one of those figures, of 32K tokens of Llama3-70B by Ulysses.
 """
 
 
 def machine(word: str) -> Machine:
-    """Return the machine of a name in `MACHINES`, in any spelling; "a100" is the one with NVLink.
+    """Return the machine of a name in `MACHINES`, in any spelling; "a100" is the A100 with NVLink.
 
     Raises:
         ValueError: an unknown name.
     """
-    for name, known in MACHINES.items():
+    for name, preset in MACHINES.items():
         if _plain(word) in (_plain(name), _plain(name.split("-")[0])):
-            return known
+            return preset
     raise ValueError(f"unknown machine {word!r}: one of {', '.join(MACHINES)}")
 
 

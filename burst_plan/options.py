@@ -1,4 +1,4 @@
-"""The options that several commands of `burst-mcore` have, and the ranks and rates that they name."""
+"""Options that several commands of `burst-mcore` share, and the ranks and rates that they name."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from burst_mcore.version import __version__
 PACKAGES = "burst_mcore", "burst_plan", "burst_bench"
 LIBRARIES = """megatron-core deepspeed transformers triton flash-attn flash_attn_3 flash-attn-4
 transformer-engine liger-kernel cut-cross-entropy"""
-"""Packages whose versions are told, where they are installed."""
+"""Packages whose versions are recorded if they are installed."""
 
 
 def made_by(device: str) -> dict[str, Any]:
-    """Return the facts that may change a figure: commit, machine and versions."""
+    """Return the provenance of a figure: commit, machine and versions."""
     gpu = f", {torch.cuda.get_device_name()}" if device == "cuda" else ""
     machine = f"{os.cpu_count()} cores, {platform.machine()}{gpu}"
     return {"commit": commit(), "machine": machine, "versions": versions(device)}
@@ -29,15 +29,15 @@ def made_by(device: str) -> dict[str, Any]:
 
 def versions(device: str) -> dict[str, str]:
     """Return the versions of Python, torch, the installed libraries, and the GPU's driver."""
-    known = {"burst_mcore": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    facts = {"burst_mcore": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in LIBRARIES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
-            known[package] = metadata.version(package)
+            facts[package] = metadata.version(package)
     if device == "cuda":
         driver = _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        known |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-        known["driver"] = driver or "unknown: no nvidia-smi"
-    return known
+        facts |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        facts["driver"] = driver or "unknown: no nvidia-smi"
+    return facts
 
 
 def commit() -> str:
@@ -53,7 +53,7 @@ def commit() -> str:
 def _answer(*command: str) -> str:
     """Return the output of a command; nothing if there is no such command, or it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -1,4 +1,4 @@
-"""Tables no wider than the terminal. COLUMNS counts first; what goes to a file or a pipe is whole."""
+"""Tables no wider than the terminal. COLUMNS counts first; files and pipes get the whole table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NARROWEST = 12
-"""Characters of a column whose cells are broken into lines, at least."""
+"""Least width in characters of a column whose cells are broken into lines."""
 
 
 def terminal() -> int:
@@ -28,35 +28,35 @@ def table(
     """
     from tabulate import tabulate  # of the extra "cli": predictions do without it
 
-    most, names = terminal(), list(rows[0])
+    width, names = terminal(), list(rows[0])
     out = [name for name in less if name in names]
 
     def drawn(shown: Sequence[str], widths: Sequence[int | None] | None = None) -> str:
-        kept = [{name: row[name] for name in shown} for row in rows]
+        cells = [{name: row[name] for name in shown} for row in rows]
         sides = {} if align is None else {"colalign": [align[name] for name in shown]}
-        text: str = tabulate(kept, headers="keys", maxcolwidths=widths, **sides, **options)
+        text: str = tabulate(cells, headers="keys", maxcolwidths=widths, **sides, **options)
         return text
 
     for count in range(len(out) + 1):
         shown = [name for name in names if name not in out[:count]]
         text = drawn(shown)
-        if (excess := _width(text) - most) <= 0:
+        if (excess := _width(text) - width) <= 0:
             break
     else:
         longest = max(shown, key=lambda name: max(len(str(row[name])) for row in rows))
         room = max(NARROWEST, max(len(str(row[longest])) for row in rows) - excess)
         text = drawn(shown, [room if name == longest else None for name in shown])
-    left = f"\n({most} columns wide; without {', '.join(name for name in names if name not in shown)})"
-    return text + (left if len(shown) < len(names) else "")
+    note = f"\n({width} columns wide; without {', '.join(name for name in names if name not in shown)})"
+    return text + (note if len(shown) < len(names) else "")
 
 
 def cut(text: str) -> str:
-    """Return text whose lines end at the edge of the terminal, with a note on what is missing."""
-    most = terminal()
-    if _width(text) <= most:
+    """Return text whose lines end at the edge of the terminal, with a note on the missing columns."""
+    width = terminal()
+    if _width(text) <= width:
         return text
-    lines = [line if len(line) <= most else line[: most - 3] + "..." for line in text.splitlines()]
-    return "\n".join([*lines, f"(cut at {most} columns; a pipe or a file gets all)"])
+    lines = [line if len(line) <= width else line[: width - 3] + "..." for line in text.splitlines()]
+    return "\n".join([*lines, f"(cut at {width} columns; a pipe or a file gets all)"])
 
 
 def _width(text: str) -> int:

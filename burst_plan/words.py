@@ -1,4 +1,4 @@
-"""Masks and GPUs as words, for commands: "causal & window:4096", "memory=24GB,tflops=165,gb=1008", ..."""
+"""Expressions for masks and GPUs on a command line: "causal & window:4096", "memory=24GB,tflops=165", ..."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ SUFFIXES = {"": 1, "K": 2**10, "M": 2**20}
 MOST_TOKENS = 2**40
 """The longest length."""
 MOST_BLOCKS = 2048
-"""Blocks a side, at most, of a random block matrix: it is made and hashed as a whole."""
+"""Most blocks per side of a random block matrix: it is made and hashed as a whole."""
 GPU = {"memory": "memory", "tflops": "tflops", "gb": "memory_rate", "link": "link", "nic": "nic"}
 """Numbers that describe a GPU, and their fields of `Machine`."""
 DESCRIBED = "memory=24GB,tflops=165,gb=1008,link=32,nic=12.5"
-"""Such a description: dense TFLOP/s in 16 bits, and GB/s of its memory, of its links and its network card."""
+"""An example description: dense TFLOP/s in 16 bits, and GB/s of memory, of links and of the network card."""
 
 Build = Callable[[list[str], int], Mask]
-"""(what follows the word, split at commas; tokens of the sequence) -> the mask."""
+"""(the arguments of a name, split at commas; tokens of the sequence) -> the mask."""
 
 
 class MaskWord(NamedTuple):
-    """A mask that a word describes."""
+    """A mask that has a name on the command line."""
 
     build: Build
     written: str
-    """The word with its numbers, for messages."""
+    """The name with its arguments, for messages."""
     numbers: tuple[int, ...] = ()
-    """How many numbers it may have; `build` counts if this is empty."""
+    """How many arguments it may have; `build` counts if this is empty."""
     lengths: int = 0
-    """How many of its numbers, from the first on, are lengths in tokens."""
+    """How many of its arguments, from the first on, are lengths in tokens."""
 
 
 def legal() -> str:
-    """Return how masks are written, for messages."""
+    """Return the syntax of masks, for messages."""
     words = ", ".join(word.written for word in WORDS.values())
     return f"{words}, and any of these joined by & and |, of which & comes first"
 
 
 def tokens(text: str) -> int:
-    """Return a length such as 4096, 128K or 1M, in tokens. Raises ValueError for others."""
+    """Return the tokens of a length such as 4096, 128K or 1M. Raises ValueError for another text."""
     match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     if match is None or int(match[1]) == 0:
         raise ValueError(f"a number of tokens looks like 4096, 128K or 1M, got {text!r}")
@@ -62,12 +62,12 @@ def tokens(text: str) -> int:
 
 @lru_cache(maxsize=64)
 def mask_of(text: str, n: int) -> Mask:
-    """Return the mask over n tokens that `text` says: words of this file, joined by "&" and "|".
+    """Return the mask over n tokens of an expression: names of this file, joined by "&" and "|".
 
-    What is random is the same every time. Every query sees itself, whatever the words.
+    Random masks are the same every time. Every query attends to its own key, in every mask.
 
     Raises:
-        ValueError: an unknown word, or one that does not go with n tokens; says what is legal.
+        ValueError: an unknown name, or a mask that does not go with n tokens; the message lists the syntax.
     """
     parts = (reduce(and_, (_term(word, n) for word in _words(part))) for part in text.split("|"))
     mask = reduce(or_, parts)
@@ -78,10 +78,10 @@ def mask_of(text: str, n: int) -> Mask:
 def gpu(text: str, ranks: int, nodes: int) -> Machine:
     """Return the machine that numbers describe, for clusters of `ranks` a node.
 
-    What they do not say is as on an A100, in proportion to the peak: kernels, exponentials, launches.
+    Missing numbers are an A100's, in proportion to the peak: kernels, exponentials, launches.
 
     Raises:
-        ValueError: another name, no number above 0, or one that the cluster needs is missing.
+        ValueError: an unknown name, a number that is not above 0, or a missing number that the cluster needs.
     """
     numbers: dict[str, float] = {}
     for part in text.replace(" ", "").lower().split(","):
@@ -90,9 +90,9 @@ def gpu(text: str, ranks: int, nodes: int) -> Machine:
             raise ValueError(f"--gpu has numbers such as {DESCRIBED}, each once, got {part!r}")
         numbers[match[1]] = float(match[2])
     needed = ["memory", "tflops", "gb", *["link"] * (ranks > 1), *["nic"] * (nodes > 1)]
-    if missing := [name for name in needed if name not in numbers]:
+    if absent := [name for name in needed if name not in numbers]:
         of = f"{nodes} node{'s' * (nodes > 1)} of {ranks}"
-        raise ValueError(f"--gpu needs {' and '.join(missing)} for {of}, such as {DESCRIBED}, got {text!r}")
+        raise ValueError(f"--gpu needs {' and '.join(absent)} for {of}, such as {DESCRIBED}, got {text!r}")
     like = MACHINES["A100-NVLink"]
     fields = {GPU[name]: number for name, number in numbers.items()}
     fields |= {
@@ -117,10 +117,10 @@ def document_ends(text: str, n: int) -> tuple[int, ...]:
 
 
 def shortened(text: str, n: int, to: int) -> str:
-    """Return the same picture over fewer tokens: lengths times to / n, at least 1; counts as there is room.
+    """Return the same mask over fewer tokens: lengths times to / n, at least 1; counts as there is room.
 
     Raises:
-        ValueError: an unknown word.
+        ValueError: an unknown name.
     """
     parts = (" & ".join(_shorter(word, n, to) for word in _words(part)) for part in text.split("|"))
     return " | ".join(parts)
@@ -152,8 +152,8 @@ def _numbers(word: str) -> list[str]:
 def _window(numbers: list[str], n: int) -> Mask:
     if len(numbers) == 1:
         return Mask.window(tokens(numbers[0]) - 1, 0)
-    left, right = (-1 if x == "-1" else 0 if x == "0" else tokens(x) for x in numbers)
-    return Mask.window(left, right)
+    back, ahead = (-1 if x == "-1" else 0 if x == "0" else tokens(x) for x in numbers)
+    return Mask.window(back, ahead)
 
 
 def _images(numbers: list[str], n: int) -> Mask:
@@ -228,7 +228,7 @@ WORDS = {
     "tree": MaskWord(_tree, "tree:PROMPT,COUNT (a prompt, and COUNT answers that see it)", (2,), 1),
     "blocks": MaskWord(_blocks, "blocks:SIZE,DENSITY (random, with the diagonal)", (2,), 1),
 }
-"""All words."""
+"""All masks by name."""
 
 
 def _shorter(word: str, n: int, to: int) -> str:
@@ -249,13 +249,13 @@ def _shorter(word: str, n: int, to: int) -> str:
 
 
 def _shorter_documents(ends: tuple[int, ...], n: int, to: int) -> str:
-    """By their ends, so that they still make the whole sequence; what is shorter than a token goes."""
+    """Shorten documents by their ends, so that they still fill the sequence; empty documents are dropped."""
     scaled = sorted({end * to // n for end in ends})
     return f"documents:{','.join(str(b - a) for a, b in pairwise(scaled))}"
 
 
 def in_words(rates: Rates) -> str:
-    """Return the rates in a line."""
+    """Return the rates as a line of text."""
     backward = "" if rates.backward is None else f" forward, {rates.backward / 1e12:.3g} backward"
     return (
         f"{rates.intra / 1e9:.3g} GB/s within a node, {rates.inter / 1e9:.3g} GB/s a rank between nodes, "

@@ -66,13 +66,13 @@ def check_part(name: str, part: Sequence[Check], device: str, repeats: int, out:
             sys.stdout.write(as_text(claim, line) + "\n")
             sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)  # after each check: a machine may be taken back at any time
-        written = {"part": name, "device": device, **provenance.made_by(device), "claims": lines}
-        (out / f"{name}.json").write_text(json.dumps(written, indent=1) + "\n")
+        record = {"part": name, "device": device, **provenance.made_by(device), "claims": lines}
+        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return all(line["ok"] for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts that were asked for; 0 if every claim was measured and reaches its bar, otherwise 1."""
+    """Run the requested parts; return 0 if every claim was measured and reaches its bar, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m burst_bench.check", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("smoke", "figures"), help="smoke: two minutes; figures: all others")
     parser.add_argument("--part", type=int, help=f"of the figures, 1 to {len(PARTS)} (default: all in turn)")

@@ -1,7 +1,7 @@
 """The claims of the GPU check, as data. Predictions were made before any GPU ran a line of this project.
 
 They follow from bytes and FLOPs, an H200's memory bandwidth, and the published speed of stock kernels. Each
-part is a few minutes on an H200, so that a short loan of a machine serves.
+part is a few minutes on an H200, so that a short loan of a machine is enough.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def claim(
     bar: float | None = None,
     at_most: bool = False,
 ) -> Bar:
-    """Return a figure that a GPU must show; with no bar it is noted, and not judged."""
+    """Return a bar for a figure on a GPU; with no bar the figure is recorded, and not judged."""
     return Bar(words, method, meter, bar, at_most, predicted=predicted)
 
 
@@ -40,7 +40,7 @@ class Check:
 
     @property
     def small(self) -> Case:
-        """The case on a CPU, where only the way through is tried."""
+        """The case on a CPU, where only the code path is tried."""
         changes = {name: value for name, value in TINY.items() if hasattr(self.case, name)}
         return replace(self.case, **changes)
 
@@ -52,7 +52,7 @@ TINY: Mapping[str, Any] = {
 """Values of a small case. A field that the case lacks is left out."""
 OURS, BEST, STOCK = "triton", "speed / best other", "the best stock kernel"
 Speeds = tuple[float, float]
-"""Of forward and of both passes, over the best stock kernel's."""
+"""Speeds of forward and of both passes, over the best stock kernel's."""
 DIMS = {"64": (64, 64), "128": (128, 128), "192/128": (192, 128), "256": (256, 256)}
 
 
@@ -95,7 +95,7 @@ def _own_kernel() -> Iterator[Check]:
 
 
 def _ring(words: str, predicted: Speeds, bars: Speeds | None, more: float = 0, **fields: Any) -> Check:
-    """Return the claims of a ring; more: launches of a backward step by halves of the heads, besides 6."""
+    """Return the claims of a ring; more: launches of a backward step by halves of the heads, on top of 6."""
     (forward, both), host = bars or (None, None), CONSTANTS.call
     claims = (
         claim(f"{words}: forward over {STOCK}", "burst", "forward kernel / this", predicted[0], forward),
@@ -127,7 +127,7 @@ def _more_rings() -> Iterator[Check]:
 
 
 def _other_ways() -> Iterator[Check]:
-    """By the model, a latent's products take 6 % of a step."""
+    """Yield claims of other rings. By the model, a latent's products take 6 % of a step."""
     dims: Mapping[str, Any] = {"head_dim": 192, "value_dim": 128, "heads": 16, "tokens": 8192}
     words = "ring of 8, 8K a rank, a latent rotates"
     speed = claim(f"{words}: both passes over {STOCK}", "burst", "kernel / this", 0.88)
@@ -147,7 +147,7 @@ def _messages() -> Iterator[Check]:
 
 
 def _passes() -> Iterator[Check]:
-    """4.8 TB/s of an H200, of which passes of this kind get about 85 %."""
+    """Yield claims of row passes: such passes reach about 85 % of an H200's 4.8 TB/s."""
     passes = ("D", "stand-in for O", "merge of 8", "sum of 8", "sum in float32")
     claims = tuple(claim(f"pass {name}, GB/s", name, "GB/s", 4000.0, 3000.0) for name in passes)
     yield Check("passes", RowCase(), claims)
@@ -165,7 +165,7 @@ def _loss() -> Iterator[Check]:
 
 
 def _offload() -> Iterator[Check]:
-    """272 MB a layer leave at some 50 GB/s, behind 40 ms of its forward; the last comes back in 5 ms."""
+    """Yield claims of offload: 272 MB a layer leave at some 50 GB/s during 40 ms of forward."""
     claims = (
         claim("step of layers with offload, over one without", "offloaded", "this / kept", 1.01, 1.05, True),
         claim("bytes that left, over O and LSE", "offloaded", "left / (O and LSE)", 1.0, 0.99),
@@ -184,4 +184,4 @@ PARTS: tuple[tuple[Check, ...], ...] = (
     (*_messages(), *_passes(), *_more_rings(), *_other_ways()),
     (*_loss(), *_offload()),
 )
-"""The figures, part by part, the most telling first."""
+"""The figures, part by part, the most informative first."""

@@ -1,11 +1,11 @@
-"""The methods that are compared: each file, when imported, adds rows to METHODS, by what a method does.
+"""The methods to compare: each file adds rows to METHODS when imported, by the kind of their task.
 
-attention     the kind "attention" attends over a sharded sequence: ours, and DeepSpeed's Ulysses; `peers` has
+attention     the kind "attention": attention of a sharded sequence, ours and DeepSpeed's Ulysses; `peers` has
               torch's context_parallel, and libraries for GPUs
 heads         the kind "heads": LM heads with their loss
-layers        the kind "layers": ways to checkpoint the layers of a model; "offload": with results on the host
-kernels       the kind "kernels": local attention kernels, and calls of one with nothing around it
-steps         the settings of ours in training steps; `steps_deepspeed`, `steps_fsdp` and `steps_megatron`
+layers        the kind "layers": checkpointing of a model's layers; "offload": with results on the host
+kernels       the kind "kernels": local attention kernels, and bare calls of one
+steps         our settings in training steps; `steps_deepspeed`, `steps_fsdp` and `steps_megatron`
               have the kinds "deepspeed", "fsdp" and "megatron"
 virtual_rank  one rank of a ring, alone on a device, for the subject virtual-ring
 

@@ -1,4 +1,4 @@
-"""Attention of a sequence that is sharded over ranks: its cases, ours by several settings, and Ulysses."""
+"""Attention of a sequence that is sharded over ranks: its cases, ours with several settings, and Ulysses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from burst_mcore.rates import Rates
 from burst_plan.explain.problem import LayerProblem
 
 AttendedBy = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Differentiable, of local q, k, v [batch, local sequence, heads, head_dim]."""
+"""Differentiable attention of local q, k, v [batch, local sequence, heads, head_dim]."""
 
 
 class RingCase(Case, LayerProblem):
@@ -34,7 +34,7 @@ class RingCase(Case, LayerProblem):
     """0: as many as heads."""
     head_dim: int = 64
     layout: str = "zigzag"
-    """How methods of ours shard the sequence; "auto": as the mask wants it."""
+    """The layout of the sequence in our methods; "auto": the best for the mask."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -53,7 +53,7 @@ class ShardedAttention:
     """A method of the kind "attention", on one rank."""
 
     layout: Layout | str
-    """Of the sequence that the method wants."""
+    """The layout of the sequence that the method needs."""
     world: World
     attend: AttendedBy
 
@@ -77,7 +77,7 @@ def share_of(
 
 
 def divisible(case: RingCase, device: str) -> str | None:
-    """Return the need of a method for shards of one length; None if the case meets the need."""
+    """Return the unmet requirement of a method for shards of one length; None if the case meets it."""
     unit = 2 * case.ranks
     return f"a sequence that is a multiple of {unit}, got {case.seq}" if case.seq % unit else None
 
@@ -91,10 +91,10 @@ def burst(
     nodes: int = 1,
     rates: Rates | None = None,
 ) -> ShardedAttention:
-    """burst_attention on the case's layout.
+    """Return burst_attention on the case's layout.
 
-    Ranks share heads in groups of `heads`, None: all. Where there are fewer nodes than `nodes`, so many are
-    pretended. `rates`: those for which "auto" chooses; None: of the machine.
+    Ranks share heads in groups of `heads`, None: all. On fewer nodes than `nodes`, that many are assumed.
+    `rates`: those of the cost model of "auto"; None: the machine's.
     """
     topology, layout = Topology.from_group(world.group, rates=rates), case.sharded
     if topology.nodes < nodes:
@@ -106,14 +106,14 @@ def burst(
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Return the output of burst_attention alone."""
+    """Return only the output of burst_attention."""
     out = burst_attention(q, k, v, **options)
     assert isinstance(out, Tensor)
     return out
 
 
 def _two_by(case: RingCase, device: str, *, heads: bool = False) -> str | None:
-    """Return the need of a method that pairs ranks: as two nodes where there is one, or to share heads."""
+    """Return the unmet requirement of a method that pairs ranks: as two nodes of one, or to share heads."""
     if case.ranks < 4 or case.ranks % 2:
         return f"an even number of ranks from 4 on, got {case.ranks}"
     return (shareable(case, 2) if heads else None) or divisible(case, device)
@@ -128,7 +128,7 @@ def _deepspeed_needs(case: RingCase, device: str) -> str | None:
 
 
 def _deepspeed(case: RingCase, world: World) -> ShardedAttention:
-    os.environ.setdefault("DS_ACCELERATOR", world.device)  # else it says at length that it looks for one
+    os.environ.setdefault("DS_ACCELERATOR", world.device)  # else it prints its long search for one
     import deepspeed
     from deepspeed.ops import __compatible_ops__
     from deepspeed.sequence.layer import DistributedAttention
@@ -145,7 +145,7 @@ def _deepspeed(case: RingCase, world: World) -> ShardedAttention:
 
 
 HIDDEN = Rates(intra=1e12, inter=1e11, compute=1e9, latency=0.0)
-"""Links beside which a kernel is so slow that it hides every message."""
+"""Rates at which a kernel is slow enough to hide every message."""
 add(
     "attention",
     Method("burst", burst, divisible),

@@ -18,9 +18,9 @@ from burst_mcore.dtypes import wide
 from burst_mcore.loss import fused_linear_cross_entropy
 
 IGNORED = -100
-"""The label of tokens without loss: the one way to mask that every method has."""
+"""The label of tokens without loss: every method supports it, and no other mask."""
 DEEPSPEED_SHARD_BYTES = 2**30
-"""Of a shard's logits in float32: DeepSpeed has no default; its own training recipes aim at this."""
+"""Bytes of a shard's logits in float32: DeepSpeed has no default; its training recipes aim at this."""
 
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Mean loss over the labels that are not IGNORED, of hidden [N, d], weight [V, d], labels [N]."""
@@ -32,13 +32,13 @@ class HeadMethod:
 
     loss: HeadLoss
     compiled: bool = False
-    """It is compiled anew for each shape, which must not be measured."""
+    """Whether it is compiled anew for each shape, which must not be measured."""
     visible: bool = True
-    """Whether a dispatch mode of torch sees every tensor that it makes."""
+    """Whether a dispatch mode of torch records every tensor that it makes."""
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss by all logits, in at least float32."""
+    """Return the mean loss from all logits, in at least float32."""
     logits = functional.linear(hidden, weight)
     return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, ignore_index=IGNORED)
 
@@ -63,14 +63,14 @@ def _torch_needs(case: Any, device: str) -> str | None:
 
 
 def _deepspeed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    os.environ.setdefault("DS_ACCELERATOR", hidden.device.type)  # else it tells of its search
+    os.environ.setdefault("DS_ACCELERATOR", hidden.device.type)  # else it prints its search
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-    counted = (labels != IGNORED).sum()
+    tokens = (labels != IGNORED).sum()
 
     def share(head: object, x: Tensor, y: Tensor) -> Tensor:  # a shard's part of the mean
         logits = functional.linear(x, weight).to(wide(x.dtype))
-        return functional.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum") / counted
+        return functional.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum") / tokens
 
     shards = math.ceil(len(hidden) * len(weight) * 4 / DEEPSPEED_SHARD_BYTES)
     mean: Tensor = TiledFusedLogitsLoss.apply(

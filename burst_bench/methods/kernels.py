@@ -1,4 +1,4 @@
-"""Local attention kernels: a method for each in the table, the square that they attend, and bare calls."""
+"""Local attention kernels: a method for each in the table, their square of pairs, and bare calls."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from burst_plan.words import mask_of
 
 
 def scores_of(q: Tensor) -> Scores:
-    """Return the usual options of a tile: the scale of its head dim."""
+    """Return the default options of a tile: the scale of its head dim."""
     return Scores(q.shape[-1] ** -0.5)
 
 
 def both_ways(
     kernel: Kernel, pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return (out, lse, dq, dk, dv) of one call each way; without dout (out, lse) of a forward alone."""
+    """Return (out, lse, dq, dk, dv) of one call per pass; without dout (out, lse) of a forward alone."""
     out, lse = kernel.forward(q, k, v, pattern, scores_of(q))
     if dout is None:
         return out, lse
@@ -75,7 +75,7 @@ def _inputs(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor
 ) -> BackwardInputs:
     lse = lse.to(wide(q.dtype))
-    delta = row_delta(dout, out) if kernel.takes_delta else lse  # others form it from out themselves
+    delta = row_delta(dout, out) if kernel.takes_delta else lse  # the others compute it from out
     return BackwardInputs(dout, q, k, v, out, lse, delta)
 
 
@@ -114,7 +114,7 @@ class SquareCase(Case):
         return 2 * self.heads * sum(self.dims) * pairs
 
     def tensors(self, device: str) -> list[Tensor]:
-        """q, k, v and dout [1, tokens, heads, head dim]; the same every time."""
+        """Return q, k, v and dout [1, tokens, heads, head dim]; the same every time."""
         generator, (dim, value_dim) = torch.Generator(device).manual_seed(0), self.dims
         heads, kv_heads = self.heads, self.kv_heads
         shapes = (heads, dim), (kv_heads, dim), (kv_heads, value_dim), (heads, value_dim)
@@ -130,7 +130,7 @@ class SquareCase(Case):
 
 
 def others(case: SquareCase, device: str) -> list[str]:
-    """Kernels that are not ours, and can serve."""
+    """Return the names of other projects' kernels that support a case."""
     names = [name for name in KERNELS if name not in ("reference", "triton")]
     return [name for name in names if _needs(name, case, device) is None]
 

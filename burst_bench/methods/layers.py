@@ -1,4 +1,4 @@
-"""Ways to checkpoint the layers of a model: none, our policies, torch's and Megatron's own; and offload."""
+"""Checkpointing of a model's layers: none, our policies, torch's and Megatron's; and offload."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class LayerMethod:
     """A method of the kind "layers"."""
 
     layer: Callable[..., Tensor] = as_it_is
-    """Calls a layer, its first argument, on the others."""
+    """Calls a layer, its first argument, on the other arguments."""
     attention: Callable[..., Tensor] = as_it_is
     """The same for attention alone, which is called as part of its layer unless `layer` is `as_it_is`."""
 
 
 def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """Torch's selective activation checkpointing: matrix products and attention are kept."""
-    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, attention_forward._opoverload]
-    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
+    """Apply torch's selective activation checkpointing: matrix products and attention are kept."""
+    operators = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, attention_forward._opoverload]
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, operators)
     out: Tensor = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
     return out
 
@@ -57,7 +57,7 @@ def _megatron(around: str, case: Any, world: World) -> LayerMethod:
 
 SEGMENTS = {f"segment {kept:g}": Segment(kept) for kept in (0.25, 0.5, 0.75)}
 POLICIES: dict[str, Policy] = {"full": Full(), **SEGMENTS, "attention": KeepAttention()}
-"""Ours, by the method's name."""
+"""Our policies, by the method's name."""
 
 
 def _ours(name: str, policy: Policy) -> Method:

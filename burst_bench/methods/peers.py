@@ -1,10 +1,10 @@
 """Attention of other projects over ranks: torch's own context_parallel, and two libraries for GPUs.
 
-torch's table of operators has those of GPUs: the two of CPUs join it here. Within context_parallel, a call of
-scaled_dot_product_attention runs a template of torch's with the operator that the call chose. What a template
-sends, when, and how it merges is torch's on both devices.
+torch's table has the operators of GPUs: this file adds two of CPUs. Within context_parallel, a call of
+scaled_dot_product_attention runs a template of torch's with the operator that the call chose. A template's
+messages, their order, and its merges are torch's on both devices.
 
-Each library is imported where its method is built. The calls follow the sources: megatron-core 0.19.2,
+Each library is imported when its method is built. The calls follow the sources: megatron-core 0.19.2,
 TransformerEngine d0067d0, ring-flash-attention of August 2025. They ran with stand-ins of these signatures,
 and nothing here was ever run on a GPU.
 """
@@ -28,7 +28,7 @@ from burst_mcore.mask import Mask
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ROTATES = {"ring": "alltoall", "gather": "allgather"}
-"""How keys and values rotate, by our word: hop by hop, or all of them at once, which is torch's default."""
+"""Rotation of keys and values, by our name: in ring steps, or gathered at once, which is torch's default."""
 
 
 def templates() -> Any:
@@ -41,18 +41,18 @@ def templates() -> Any:
 
 
 def choose(rotates: str, balanced: bool = True) -> None:
-    """Set the options of all templates: how keys rotate, and whether the sequence is sharded zigzag."""
+    """Set the options of all templates: the rotation of keys, and whether the sequence is sharded zigzag."""
     templates().set_rotate_method(ROTATES[rotates])
     templates()._cp_options.enable_load_balance = balanced
 
 
 def _on_cpu(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Run the template of an operator of CPUs, as torch's table does for those of GPUs."""
+    """Run the template of an operator of CPUs, as torch's table does for operators of GPUs."""
     from torch.distributed.tensor import DTensor
 
     names = (argument.name for argument in operator._schema.arguments)
-    given = dict(zip(names, args, strict=False))  # callers leave out arguments at the end that have defaults
-    query, causal = given["query"], given.get("is_causal", False)
+    values = dict(zip(names, args, strict=False))  # callers leave out arguments at the end that have defaults
+    query, causal = values["query"], values.get("is_causal", False)
     local: list[Any] = [x.to_local() for x in args if isinstance(x, DTensor)]
     mesh, run = query.device_mesh, templates()._templated_ring_attention
     if operator is BACKWARD:
@@ -62,7 +62,7 @@ def _on_cpu(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 class Causal(nn.Module):
-    """The call that torch's context parallelism is put around."""
+    """The call that torch's context parallelism wraps."""
 
     def __init__(self, causal: bool) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ def parallel_attention(world: World, rotates: str, causal: bool) -> AttendedBy:
 def _needs(
     case: RingCase, device: str, packages: Sequence[str] = (), full: bool = True, heads: int = 1
 ) -> str | None:
-    """Return the need of a method, or of one for GPUs that calls packages.
+    """Return the unmet requirement of a method, or of a method for GPUs that calls packages.
 
-    full: whether it serves attention without a mask; heads: ranks of a group that shares heads.
+    full: whether it supports attention without a mask; heads: ranks of a group that shares heads.
     """
     if packages and device != "cuda":
         return "a GPU for each rank: torchrun ... --device cuda"
@@ -108,7 +108,7 @@ def _needs(
 
 
 def _megatron(case: RingCase, world: World, comm: str) -> ShardedAttention:
-    """TEDotProductAttention, of [sequence, batch, heads, head_dim], zigzag: its result has heads as one."""
+    """Return TEDotProductAttention, of [sequence, batch, heads, head_dim], zigzag: heads are joined."""
     from megatron.core import parallel_state
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
@@ -139,14 +139,14 @@ def _megatron(case: RingCase, world: World, comm: str) -> ShardedAttention:
 
 
 def _of_node(ranks: int) -> int:
-    """Return how many ranks torchrun started on this node; by default all."""
+    """Return the number of ranks that torchrun started on this node; by default all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def _ring_flash_attn(case: RingCase, world: World, function: str, layout: str) -> ShardedAttention:
     import ring_flash_attn  # type: ignore[import-not-found]
 
-    # It wants a group of one backend.
+    # It requires a group of one backend.
     group = dist.new_group(backend="nccl" if world.device == "cuda" else None)
     run = partial(getattr(ring_flash_attn, function), causal=case.seen == Mask.causal(), group=group)
     return ShardedAttention(layout, world, run)

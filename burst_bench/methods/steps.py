@@ -1,4 +1,4 @@
-"""Training steps of a framework: settings of ours for all of them, and the paper's ablation among them."""
+"""Training steps of a framework: our settings for all of them, with the paper's ablation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainedCase(Case):
 
     ranks: int = 4
     nodes: int = 1
-    """Nodes that the ranks are taken to be on."""
+    """Assumed nodes of the ranks."""
     seq: int = 4096
     """Tokens of one sequence, over all ranks."""
     heads: int = 8
@@ -59,7 +59,7 @@ class TrainedCase(Case):
     def flops(self) -> float:
         """The FLOPs of a step over one sequence, of the model alone: nothing recomputed, causal pairs.
 
-        Six for each weight of a matrix and token, and six for each head, element and token before.
+        Six for each weight of a matrix and token, and six for each head, element and previous token.
         """
         width, kv = self.width, self.kv_heads * self.head_dim
         weights = self.layers * (2 * width * (width + kv) + 3 * WIDER * width * width) + VOCABULARY * width
@@ -68,7 +68,7 @@ class TrainedCase(Case):
 
 @dataclass(frozen=True)
 class StepSetting:
-    """What ours does in a step."""
+    """The settings of ours in a step."""
 
     config: BurstConfig
     fused: bool = False
@@ -98,7 +98,7 @@ def llama(case: TrainedCase) -> Any:
 
 
 def attend_by(model: Any, attention: Callable[..., Any]) -> None:
-    """Let a model of transformers call a function for its attention, in the form of its interface."""
+    """Set the attention of a model of transformers to a function, in the form of its interface."""
     from transformers import AttentionInterface
 
     word = f"burst_mcore_bench_{id(attention)}"
@@ -127,16 +127,16 @@ OURS = {
     "+ segment": replace(_FUSED, recompute="segment"),
     "+ attention": replace(_FUSED, recompute="attention"),
 }
-"""By name. From the fifth on they are the paper's ablation: each adds to the one before, and the
-last keeps attention in the place of a segment."""
+"""Settings by name. From the fifth on they are the paper's ablation: each adds to its predecessor, and
+the last keeps attention instead of a segment."""
 
 
 def needs(packages: Sequence[str], setting: StepSetting | None, case: TrainedCase, device: str) -> str | None:
-    """Return what a method of a framework needs, and what its setting of ours needs of the case."""
+    """Return the unmet requirement of a framework's method, or of our setting for the case."""
     lacks = missing(*packages)
     if lacks or setting is None:
         return lacks
     if setting.config.ring == "double" and case.nodes < 2:
         return "2 nodes or more: nodes=2"
-    shared = setting.config.head_parallel
-    return shareable(case, shared) if isinstance(shared, int) else None
+    heads = setting.config.head_parallel
+    return shareable(case, heads) if isinstance(heads, int) else None

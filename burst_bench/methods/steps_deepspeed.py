@@ -17,7 +17,7 @@ from burst_bench.methods.steps import first_loss as first_loss
 
 
 def start(case: TrainedCase, world: World) -> None:
-    """Make DeepSpeed ready, quietly; ranks are taken to be on the case's nodes."""
+    """Initialise DeepSpeed, quietly, with ranks on the case's nodes."""
     os.environ.setdefault("DS_ACCELERATOR", world.device)
     import deepspeed
 
@@ -32,7 +32,7 @@ def start(case: TrainedCase, world: World) -> None:
 
 
 def _train(section: dict[str, Any], attention: Callable[..., Any] | None, case: TrainedCase) -> Train:
-    """Return the step of an engine; attention: in the place of ours, as transformers has it. Collective."""
+    """Return the step of an engine; attention: instead of ours, in transformers' interface. Collective."""
     from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
     from burst_mcore.transformers.prepare import sequence_of
 

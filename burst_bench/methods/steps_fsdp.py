@@ -1,7 +1,7 @@
 """Training steps of a small Llama under FSDP2: torch's context_parallel, Ulysses by all-to-alls, and ours.
 
-All are loops by hand, and fully_shard averages gradients over the ranks. So a rank's part of the mean loss
-counts as many times as there are ranks: theirs say so in the loop, ours finds it out.
+All loops are written by hand, and fully_shard averages gradients over the ranks. So a rank's part of the mean
+loss is multiplied by the number of ranks: their loops do it, ours detects it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from burst_plan.explain.problem import DTYPES
 
 IGNORED = -100
 Sharded = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
-"""Makes a context in which a step runs, with this rank's part of the batch."""
+"""Returns a context in which a step runs, with this rank's part of the batch."""
 
 
 def start(case: TrainedCase, world: World) -> None:
-    """Be quiet: every one of our methods would say how many ranks share a sequence."""
+    """Silence the log: each of our methods would report how many ranks share a sequence."""
     logging.getLogger("burst_mcore").setLevel(logging.ERROR)
 
 
@@ -38,8 +38,8 @@ def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     from burst_mcore.torch import parallelize
 
     model, head = llama(case).to(world.device), "fused" if setting.fused else "model"
-    kept = setting.recompute
-    cp = parallelize(model, world.group, config=setting.config, loss=head, checkpointing=kept)
+    policy = setting.recompute
+    cp = parallelize(model, world.group, config=setting.config, loss=head, checkpointing=policy)
     batch = {name: x.to(world.device) for name, x in cp.shard({"input_ids": case.sample}).items()}
 
     def backward() -> Tensor:
@@ -87,7 +87,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable
 
 
 def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
-    """Return a whole sequence: tokens, places, and the next tokens as labels."""
+    """Return a whole sequence: tokens, positions, and the next tokens as labels."""
     labels = case.sample.roll(-1, 1)
     labels[:, -1] = IGNORED
     batch = {"input_ids": case.sample, "position_ids": torch.arange(case.seq)[None], "shift_labels": labels}
@@ -95,7 +95,7 @@ def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
 
 
 def _context_parallel(rotates: str, case: TrainedCase, world: World) -> Train:
-    """FSDP2 x context_parallel: torch shards buffers zigzag, and takes sdpa's calls within its context."""
+    """Return FSDP2 x context_parallel: torch shards buffers zigzag, and replaces sdpa within its context."""
     mesh, batch = DeviceMesh.from_group(world.group, world.device), _batch(case, world)
 
     @contextmanager
@@ -114,7 +114,7 @@ def _context_parallel(rotates: str, case: TrainedCase, world: World) -> Train:
 
 
 def _ulysses(case: TrainedCase, world: World) -> Train:
-    """FSDP2 with Ulysses: an all-to-all of torch's before attention, and one after it."""
+    """Return FSDP2 with Ulysses: an all-to-all of torch's before attention, and another after it."""
     mine = {
         name: shard(x, dim=1, rank=world.rank, size=world.size, layout="contiguous")
         for name, x in _batch(case, world).items()
@@ -128,12 +128,12 @@ def _ulysses(case: TrainedCase, world: World) -> Train:
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return x with dim 1 sharded over the ranks, and all of dim 2: of heads and tokens one. Collective."""
+    """Return x with dim 1 sharded over the ranks, and dim 2 gathered: heads and tokens. Collective."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     parts = torch.stack(x.chunk(group.size(), 1))
-    came: Tensor = all_to_all_single_autograd(parts, None, None, group)
-    return torch.cat(came.unbind(), 2)
+    parcels: Tensor = all_to_all_single_autograd(parts, None, None, group)
+    return torch.cat(parcels.unbind(), 2)
 
 
 def _ulysses_needs(case: TrainedCase, device: str) -> str | None:

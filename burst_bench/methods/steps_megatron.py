@@ -20,15 +20,15 @@ from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
 
 COMMUNICATIONS = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""Context parallelism of TransformerEngine."""
+"""The context parallelism of TransformerEngine, by kind of message."""
 OWN = "megatron (CP 1)"
 """Megatron's own attention has no context parallelism: each rank trains on a whole sequence."""
 SCORES = 12
-"""Float32 tensors of heads x seq x seq that a rank holds at its peak there, measured: 8 to 13."""
+"""Measured float32 tensors of heads x seq x seq that a rank holds at its peak there: 8 to 13."""
 
 
 def start(case: TrainedCase, world: World) -> None:
-    """Make Megatron ready, quietly."""
+    """Initialise Megatron, quietly."""
     warnings.filterwarnings("ignore", module="megatron")  # its warnings name packages that are not installed
     if world.device == "cpu":
         from burst_mcore.megatron import cpu
@@ -56,7 +56,7 @@ def _levels(case: TrainedCase, cp: int) -> list[int] | None:
 
 @contextmanager
 def _whole_sequences(case: TrainedCase) -> Iterator[None]:
-    """Within it models are built without context parallelism. Collective."""
+    """Build models without context parallelism inside this context. Collective."""
     _parallel(case, 1)
     try:
         yield
@@ -104,7 +104,7 @@ def _model(case: TrainedCase, cp: int, spec_of: Callable[[Any], Any], world: Wor
 
 
 def _batch(case: TrainedCase, world: World, cp: int) -> tuple[Any, ...]:
-    """Return this rank's tokens, positions, no mask, no input besides, and labels."""
+    """Return this rank's tokens, positions, no mask, no other input, and labels."""
     part_of = partial(shard, dim=1, rank=world.rank % cp, size=cp, layout="zigzag")
     whole = case.sample, torch.arange(case.seq)[None], case.sample.roll(-1, 1)
     tokens, where, labels = (part_of(x).to(world.device) for x in whole)
@@ -173,7 +173,7 @@ def _of_engine(config: Any) -> Any:
 
 
 def _own_needs(case: TrainedCase, device: str) -> str | None:
-    """Name the package that is missing, or the memory, which the system would end processes for."""
+    """Return the missing package, or the missing memory, without which the system ends processes."""
     lacks = NEEDS(None, case, device)
     if lacks is not None or device != "cpu":
         return lacks

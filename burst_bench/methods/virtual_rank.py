@@ -1,8 +1,7 @@
 """One rank's share of a ring on one GPU: blocks arrive by asynchronous copies instead of from neighbours.
 
-What is real: the rank's program, its kernels, merging, accumulation, streams and waits, and copies of the
-bytes that a network would bring, from memory of the device. What is not: the values that arrive, and anybody
-at the other end.
+Real are the rank's program, its kernels, merging, accumulation, streams and waits, and copies from device
+memory of as many bytes as a network would bring. Not real are the received values and the other ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from burst_mcore.dtypes import wide
 
 
 class Copies:
-    """A transport whose messages are copies on a stream of their own. On the CPU they are done at once.
+    """A transport whose messages are copies on a separate stream. On the CPU they are done at once.
 
-    once: memory that is used as a buffer is filled the first time, and left as it is from then on.
+    once: a buffer's memory is filled the first time, and not written again.
     """
 
     def __init__(self, device: torch.device, *, once: bool = False) -> None:
@@ -47,22 +46,22 @@ class Copies:
         self._filled: set[tuple[object, ...]] = set()
         self.abandoned: list[object] = []
         self.bytes = 0
-        """That came, or would have come again."""
+        """Bytes that were received, or would have been received again."""
 
     def connect(self, pass_: Pass) -> None:
-        """Nobody is there."""
+        """Do nothing: there are no peers."""
 
     def post(
         self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]
     ) -> Sequence[torch.cuda.Event]:
-        """Copy what is to be received; what is sent goes nowhere. An event holds back the current stream."""
-        came = [x for action, block in messages if isinstance(action, Recv) for x in block]
-        self.bytes += sum(x.nbytes for x in came)
-        written = [(x, self._values(x, index)) for index, x in enumerate(came) if self._comes(x)]
-        if self._stream is not None and written:
-            self._stream.wait_stream(torch.cuda.current_stream())  # who read these buffers before is done
+        """Copy the messages to receive; sends are dropped. The current stream waits for the event."""
+        buffers = [x for action, block in messages if isinstance(action, Recv) for x in block]
+        self.bytes += sum(x.nbytes for x in buffers)
+        targets = [(x, self._values(x, index)) for index, x in enumerate(buffers) if self._comes(x)]
+        if self._stream is not None and targets:
+            self._stream.wait_stream(torch.cuda.current_stream())  # earlier readers of these have ended
         with torch.cuda.stream(self._stream):  # which is none on the CPU
-            for x, values in written:
+            for x, values in targets:
                 x.copy_(values, non_blocking=True)
                 if self._stream is not None:
                     x.record_stream(self._stream)
@@ -76,7 +75,7 @@ class Copies:
         return new or not self._once
 
     def _values(self, x: Tensor, index: int) -> Tensor:
-        """Return the arriving values: random numbers, made once for each shape and place in a block."""
+        """Return the received values: random numbers, made once for each shape and place in a block."""
         key = x.shape, x.dtype, index
         if key not in self._kept:
             self._kept[key] = torch.randn(x.shape, device=x.device).to(x.dtype)
@@ -84,11 +83,11 @@ class Copies:
 
 
 def idle(kernel: Kernel) -> Kernel:
-    """Return a kernel that is called as `kernel` is, and computes nothing: results are there already.
+    """Return a kernel with the interface of `kernel` that computes nothing: its results exist before.
 
-    Each tile has random results of its own, made when it is met first; they are the caller's to write, as a
-    kernel's are, and come again as he left them. It neither merges nor adds in place, whatever `kernel` does:
-    what is done around it is what is done around a stock kernel.
+    Each tile has its random results, made at its first call; the caller may write them, as a
+    kernel's, and gets them again as it left them. It never merges or adds in place, whatever `kernel` does:
+    the work around it is that around a stock kernel.
     """
     outs: dict[Pattern, tuple[Tensor, Tensor]] = {}
     gradients: dict[Pattern, tuple[Tensor, Tensor, Tensor]] = {}
@@ -112,10 +111,10 @@ def idle(kernel: Kernel) -> Kernel:
 
 
 class VirtualRank:
-    """A rank in the middle of a ring of `size`, with `shape.tokens` tokens of its own.
+    """A rank in the middle of a ring of `size`, with `shape.tokens` local tokens.
 
-    With `works=False` its kernel is `idle` and its messages come once: what its passes take is what is done
-    around kernels. Where the latent rotates, `k` and `v` are it and its rope key.
+    With `works=False` its kernel is `idle` and its messages come once: its passes take the time of the work
+    around kernels. If the latent rotates, `k` and `v` are it and its rope key.
     """
 
     def __init__(
@@ -151,17 +150,17 @@ class VirtualRank:
         if shape.latent is None:
             self.k, self.v = draw(shape.kv_heads, shape.head_dim), draw(shape.kv_heads, shape.value_dim)
         else:
-            (width, rope), made = shape.latent, shape.head_dim - shape.latent[1] + shape.value_dim
+            (width, rope), columns = shape.latent, shape.head_dim - shape.latent[1] + shape.value_dim
             self.k, self.v = draw(1, width), draw(1, rope)
-            up = torch.randn(shape.heads, width, made, device=self.device) / width**0.5
+            up = torch.randn(shape.heads, width, columns, device=self.device) / width**0.5
             self.up = up.to(shape.dtype)
         expansion = self.expansion
         self.keys = Keys(*(expansion.expand(self.k, self.v) if expansion else (self.k, self.v)))
-        """K and V of all heads, for the kernel alone."""
+        """K and V of all heads, only for the kernel."""
 
     @property
     def expansion(self) -> Expansion | None:
-        """The weights of the latent, for one pass."""
+        """The weights of the latent's expansion, for one pass."""
         if self.up is None:
             return None
         return Expansion(self.up, range(self.shape.heads), self.shape.value_dim)
@@ -175,7 +174,7 @@ class VirtualRank:
         return Keys(k, v) if expansion is None else Keys(k, v, partial(LatentBlocks, expansion))
 
     def queries(self, done: Attended) -> Queries:
-        """Return the query side of its backward, for which D is formed."""
+        """Return the query side of its backward, with D computed."""
         return Queries(done.q, self.dout, row_delta(self.dout, done.out), done.ring_lse)
 
     def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,7 +193,7 @@ class VirtualRank:
         Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, *self.keys.tensors, self.dout)).forward()
 
     def bare_backward(self, queries: Queries, out: Tensor) -> None:
-        """Run the kernel alone on the tiles of the backward, with its `queries`; out stands for itself."""
+        """Run only the kernel on the tiles of the backward, with its `queries`; out is its own stand-in."""
         for tile in self.tiles(self.call.direction):
             q, dout, delta, lse = (gather(x, tile.q) for x in queries)
             k, v = (gather(x, tile.k) for x in self.keys.tensors)

@@ -1,4 +1,4 @@
-"""Predictions beside measured rows: fits of machines to rows, errors, and the regret of choices."""
+"""Predictions compared with measured rows: fits of machines to rows, errors, and the regret of choices."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from burst_plan.machines import MACHINES, Constants, Machine
 from burst_plan.step.way import Way
 
 LEGAL = f"one of {', '.join(MACHINES)}"
-"""The machines that are known, for messages."""
+"""The known machines, for messages."""
 CLIPPED = 0.5
-"""Errors beyond count as so much: a few rows that no model explains shall not decide a fit."""
+"""Upper limit of an error: a few rows that no model explains must not determine a fit."""
 START, STOP = 0.3, 0.01
-"""Steps of the search, as shares of the number that is varied: the first, and the last."""
+"""First and last step of the search, as shares of the varied number."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure: what was read, and what is predicted of it."""
+    """One figure: its row, and the prediction for it."""
 
     entries: Mapping[str, Any]
     """The fields of the input."""
     measured: float | None
     predicted: float | None
     why: str | None = None
-    """Why nothing is predicted."""
+    """The reason why nothing is predicted."""
     row: Row | None = None
     """The row of attention; None for a figure of a whole training step."""
     calibrated: bool = False
@@ -53,7 +53,7 @@ class Compared:
 
     @property
     def split(self) -> str:
-        """The method and how many ranks share heads."""
+        """The method and the number of ranks that share heads."""
         assert self.row is not None
         return self.row.method + f" head_parallel={self.row.head_parallel}" * bool(self.row.head_parallel)
 
@@ -68,7 +68,7 @@ class Compared:
         return f"{shape}, {row.mask} {row.passes}, {self.split} {row.variant}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the input with "measured" and "predicted", and "why" if nothing is predicted."""
+        """Return the input with "measured" and "predicted", and "why" if there is no prediction."""
         why = {} if self.why is None else {"why": self.why}
         return {**self.entries, "measured": self.measured, "predicted": self.predicted, **why}
 
@@ -79,7 +79,7 @@ class Report:
 
     compared: Sequence[Compared]
     machines: Mapping[str, Machine] = field(default_factory=dict)
-    """The machines whose numbers were fitted."""
+    """The machines with fitted numbers."""
 
     @property
     def judged(self) -> list[Compared]:
@@ -96,7 +96,7 @@ class Report:
         return statistics.median(self.errors) if self.errors else math.nan
 
     def within(self, share: float) -> float:
-        """Return the error that a share of the figures does not exceed."""
+        """Return the quantile of the errors at a share of the figures."""
         return self.errors[min(len(self.errors) - 1, int(share * len(self.errors)))]
 
     @property
@@ -104,7 +104,7 @@ class Report:
         """For each group of rows that differ in split alone: the choice by predictions, and its regret.
 
         The regret is the best measured figure over that of the chosen split, less 1. A split is a method and
-        how many ranks share heads.
+        the number of ranks that share heads.
         """
         groups: dict[tuple[tuple[object, ...], str], list[Compared]] = defaultdict(list)
         for one in self.compared:
@@ -185,17 +185,17 @@ def _regret(group: tuple[object, ...], members: Sequence[Compared]) -> dict[str,
 
 
 def compare(files: Iterable[Path], calibrate: Iterable[Path] = (), rates: Rates | None = None) -> Report:
-    """Return the figures of files of rows, of attention or of training steps, beside predictions.
+    """Return the figures of files of rows, of attention or of training steps, with predictions.
 
-    Machines are fitted first to the rows of attention in `calibrate`; or all rows are of one machine, with
+    Machines are fitted first to the rows of attention in `calibrate`; or all rows are of one machine with
     `rates`. Raises a ValueError for both, and for a file or a row that is not legal.
     """
     used = [row for path in calibrate for row in _to_fit(path)]
     if rates is not None and used:
         raise ValueError("--rates replaces the machines that --calibrate fits: give one of them")
     machines = calibrated(used)
-    known = {**MACHINES, **machines}
-    report = Report([one for path in files for one in _figures(path, known, rates, {*used})], machines)
+    presets = {**MACHINES, **machines}
+    report = Report([one for path in files for one in _figures(path, presets, rates, {*used})], machines)
     if rates is not None and any(one.row is None for one in report.compared):
         raise ValueError(
             "--rates holds for rows of attention: steps need a machine's peak and memory as well"
@@ -217,7 +217,7 @@ def _to_fit(path: Path) -> list[Row]:
 def _figures(
     path: Path, known: Mapping[str, Machine], rates: Rates | None, used: Collection[Row]
 ) -> list[Compared]:
-    """Return the figures of one file, by the machines that are known, or by the rates of all its rows."""
+    """Return the figures of one file, by the known machines, or by the rates of all its rows."""
     contents = read(path)
     if not contents:
         raise ValueError(f"{path} has no rows")
@@ -236,7 +236,7 @@ def _of_training(entries: Mapping[str, Any], known: Mapping[str, Machine]) -> Co
 
 
 def _predict(row: Row, known: Mapping[str, Machine], rates: Rates | None) -> tuple[float | None, str | None]:
-    """Return (figure, None) of a row of attention, or (None, the reason why there is none)."""
+    """Return (figure, None) for a row of attention, or (None, the reason for no prediction)."""
     if rates is None and row.hardware == CPU:
         return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
     if rates is None and row.hardware not in known:
@@ -249,20 +249,20 @@ def _predict(row: Row, known: Mapping[str, Machine], rates: Rates | None) -> tup
 
 def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the rows that the model can predict, by machine."""
-    known: dict[str, list[Row]] = defaultdict(list)
+    groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.hardware in MACHINES and not isinstance(way_of(row), str):
-            known[row.hardware].append(row)
-    return known
+            groups[row.hardware].append(row)
+    return groups
 
 
 def calibrated(rows: Iterable[Row], constants: Constants = FITTED) -> dict[str, Machine]:
-    """Return the machines of the rows, their two numbers (`Machine.fitted`) fitted to their own rows."""
-    return {name: fitted_machine(MACHINES[name], own, constants) for name, own in by_machine(rows).items()}
+    """Return the machines of the rows, with their two numbers (`Machine.fitted`) fitted to these rows."""
+    return {name: fitted_machine(MACHINES[name], part, constants) for name, part in by_machine(rows).items()}
 
 
 def fitted_machine(machine: Machine, rows: Sequence[Row], constants: Constants) -> Machine:
-    """Fit a machine. Rows of both passes together scale both numbers alike."""
+    """Return the fitted machine. Rows of both passes together scale both numbers alike."""
     passes = {row.passes for row in rows}
     groups: list[tuple[str, ...]] = [(name,) for name in machine.fitted]
     if machine.switched and not passes >= {"fwd", "bwd"}:
@@ -271,7 +271,7 @@ def fitted_machine(machine: Machine, rows: Sequence[Row], constants: Constants) 
     start = {name: float(getattr(machine, name)) for name in machine.fitted}
 
     def loss(values: Mapping[str, Any]) -> float:
-        """The preset counts as one more row: a few rows alone do not overrule it."""
+        """Return the loss with the preset as one more row: a few rows alone do not overrule it."""
         moved = max(abs(math.log(values[name] / value)) for name, value in start.items())
         return loss_of(rows, replace(machine, **values), constants) + moved / len(rows)
 
@@ -279,7 +279,7 @@ def fitted_machine(machine: Machine, rows: Sequence[Row], constants: Constants) 
 
 
 def loss_of(rows: Sequence[Row], machine: Machine, constants: Constants) -> float:
-    """Return the mean error of rows, as logarithms, each clipped."""
+    """Return the mean absolute logarithmic error of rows, each clipped."""
     return sum(min(CLIPPED, abs(error(row, machine, constants))) for row in rows) / len(rows)
 
 

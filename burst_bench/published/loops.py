@@ -1,6 +1,6 @@
 """The rings of other projects: the messages of their loops, and the bytes that they move around kernels.
 
-Every number here was read in the source that is named beside it. None of them is fitted.
+Every number here was read in the source that is named next to it. No number is fitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Passes:
     out: float
     """O, merged."""
     stays: float
-    """A gradient, added to a sum that stays with its rank."""
+    """A gradient, added to a sum that stays on its rank."""
     rotates: float
     """A gradient, added to a sum that rotates."""
     stand_in: float = 0.0
@@ -46,12 +46,12 @@ class LoopPlace:
     intra: int
 
     def at(self, rounds: int, steps: int) -> int:
-        """Return the place so many windows, and places of the window, ahead."""
+        """Return the place this many windows, and places of the window, ahead."""
         m, l = divmod(self.position, self.intra)  # noqa: E741
         return (m + rounds) % self.nodes * self.intra + (l + steps) % self.intra
 
     def hop(self, step: int, channel: Channel, turn: int = 1) -> list[does.Action]:
-        """Return one hop of all rows: to the next place, or between windows."""
+        """Return one ring step of all rows: to the next place, or between windows."""
         ahead = (turn, 0) if channel.link == Link.INTER else (0, turn)
         back, on = self.at(-ahead[0], -ahead[1]), self.at(*ahead)
         return [does.Recv(step, channel, str(channel), back), does.Send(step, channel, str(channel), on)]
@@ -60,8 +60,8 @@ class LoopPlace:
 def together(place: LoopPlace, *, gradients: bool) -> Program:
     """Return a ring whose K, V and gradients leave together, before the kernel.
 
-    Backward starts with the K and V that came last in forward, and turns the other way. So gradients are at
-    home after the last kernel, and make one hop less than there are steps.
+    Backward starts with the last K and V of forward, and turns the other way. So gradients are at
+    home after the last kernel, and make one ring step less than there are kernel calls.
     """
     actions: list[does.Action] = []
     for step in range(place.intra):
@@ -79,10 +79,10 @@ def together(place: LoopPlace, *, gradients: bool) -> Program:
 
 
 def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False, in_line: bool = False) -> Program:
-    """Return a double ring whose gradients go home within each window, and then on to the next window.
+    """Return a double ring whose gradients go home within each window, and then to the next window.
 
-    Gradients within the first window are float32, unless all are `rounded`. Nothing is computed while the
-    last hop of a window is awaited. In line, gradients leave when K and V of the next step are there.
+    Gradients within the first window are float32, unless all are `rounded`. No compute runs while the
+    last message of a window is awaited. In line, gradients leave after K and V of the next step arrive.
     """
     actions: list[does.Action] = []
     for window in range(place.nodes):
@@ -117,7 +117,7 @@ def _window(place: LoopPlace, window: int, gradient: Channel | None, in_line: bo
 
 
 follows = partial(windows, in_line=True)
-"""A ring (one window): gradients make a hop after each kernel, and are awaited after the next kernel.
+"""A ring (one window): gradients are sent after each kernel, and awaited after the next kernel.
 
 K, V and gradients use the same communicator, so they rotate one after another."""
 windows_rounded = partial(windows, rounded=True)
@@ -126,18 +126,18 @@ windows_rounded = partial(windows, rounded=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """How a project's ring runs."""
+    """The ring of a project."""
 
     source: str
     """Repository, commit, file and function."""
     draw: Callable[..., Program]
-    """Place, and whether gradients follow -> its program."""
+    """(place, whether gradients follow) -> its program."""
     float32: bool
     """Whether gradients rotate in float32 (`Kind.GRADIENT`), else in the dtype of K and V."""
     passes: Passes
-    """Bytes of memory around a kernel call, for an element."""
+    """Bytes of memory traffic around a kernel call, for an element."""
     repeats: float = 0.0
-    """The same for an element of dK and dV and each query head of its group, where K and V are repeated."""
+    """The same for an element of dK and dV and each query head of its group, if K and V are repeated."""
 
     def passes_of(self, group: int) -> Passes:
         """Return the bytes around a call, where `group` query heads share a key head."""
@@ -167,7 +167,7 @@ TRANSFORMER_ENGINE = Loop(
 """All sums have 16 bits (2 read twice, 2 written); dK and dV are joined first (2 read, 2 written)."""
 _MAGI = "SandAI-org/MagiAttention@2c64135: exps/dist_attn/baselines/"
 _HOPPER = Passes(out=6.0 + 1 + 4 + 6, stays=6.0 + 3 + 12 + 6, rotates=10.0 + 1 + 4 + 6, keys=1.0 + 4)
-"""As in TransformerEngine. Besides, halves of operands are copied out (4 for half of the rows in half of the
+"""As in TransformerEngine. Also, halves of operands are copied out (4 for half of the rows in half of the
 steps: 1 for each operand). FlashAttention 3 gets operands that were gathered by row (2 read, 2 written), and
 its results are scattered into zeros (4 written, 2 read)."""
 _BLACKWELL = Passes(out=6.0 + 1, stays=6.0 + 3, rotates=10.0 + 1 + 4, keys=1.0)
@@ -187,7 +187,7 @@ MAGI_DOUBLE_RING = {
     9: replace(MAGI_RING[9], source=_MAGI + "loongtrain.py, FA3DoubleRingAttnFunc", draw=windows_rounded),
     10: replace(MAGI_RING[10], source=_MAGI + "loongtrain.py, TEDoubleRingAttnFunc", draw=windows_rounded),
 }
-"""LoongTrain's double ring there."""
+"""LoongTrain's double ring in the same benchmark."""
 MAGI_ULYSSES = {
     9: Loop(
         source=_MAGI + "ulysess.py, FA3UlysessAttnFunc",
@@ -195,7 +195,7 @@ MAGI_ULYSSES = {
         passes=Passes(out=10.0, stays=18.0, rotates=10.0, keys=4.0),
     )
 }  # fmt: skip
-"""Ulysses there, on Hopper: operands gathered and results scattered around one kernel call."""
+"""Ulysses in the same benchmark, on Hopper: operands gathered and results scattered around a kernel call."""
 DEEPSPEED = Loop(
     source="deepspeedai/DeepSpeed: deepspeed/sequence/layer.py, DistributedAttention",
     draw=follows, float32=False, passes=Passes(out=0.0, stays=0.0, rotates=0.0),
@@ -205,7 +205,7 @@ DEEPSPEED = Loop(
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """How a project runs attention after a gather of K and V, a call for each half of its queries."""
+    """Attention of a project after a gather of K and V, a call for each half of its queries."""
 
     source: str
     passes: Passes
@@ -217,7 +217,7 @@ class Gather:
     """The same in both passes for the elements that each call reads."""
     read_backward: float = 0.0
     repeats: float = 0.0
-    """The same in backward for each query head of a group, where K and V are repeated."""
+    """The same in backward for each query head of a group, if K and V are repeated."""
 
 
 TE_GATHER = Gather(
@@ -237,6 +237,6 @@ MAGI_GATHER = {
         forward=4.0, backward=4.0 + 2 + 12 + 4 + 6, repeats=2.0 + 4,
     ),
 }  # fmt: skip
-"""As in TransformerEngine. Besides, halves are copied out, and results into their half (4 each). On Hopper
+"""As in TransformerEngine. Also, halves are copied out, and results into their half (4 each). On Hopper
 operands are gathered by row (4) and results scattered (2 read, 2 written) into zeros (2). Sums start at zero
 (2). On Blackwell, in backward, K and V are repeated once, and their gradients summed by both calls."""

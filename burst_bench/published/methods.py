@@ -1,6 +1,6 @@
-"""The field's methods of context parallelism on the cost model's clock, each by the schedule that it runs.
+"""The field's methods of context parallelism on the cost model's clock, each with its schedule.
 
-Rings of other projects run their own loops (`loops`); "burst" runs our programs.
+Rings of other projects run their loops (`loops`); "burst" runs our programs.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from burst_plan.simulate.costing import pairs_of
 from burst_plan.simulate.lockstep import KernelWork, RoutedPass, play_all
 
 FITTED = replace(CONSTANTS, call=CONSTANTS.loops)
-"""Constants of public rows, which are those of other projects' loops."""
+"""Constants for public rows, which are of other projects' loops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodWay:
-    """How a method runs: a ring of groups that share heads, and what it does besides."""
+    """The schedule of a method: a ring of groups that share heads, and other costs."""
 
     heads: int = 1
     """Ranks of a group: they exchange tokens for heads before the ring, and back after it."""
     double: bool = False
-    """Whether blocks rotate between nodes beside those within a node."""
+    """Whether blocks rotate between nodes in parallel with those within a node."""
     layout: str = "zigzag"
     direction: Pass = Pass.KV
     exchanges: int = 0
     """Collectives of a pass: all-to-alls of heads, or gathers."""
     gathers: Gather | None = None
-    """How keys and values of all ranks are gathered before the kernel, if they are."""
+    """The gather of all ranks' keys and values before the kernel, if there is one."""
     timed_apart: bool = False
-    """Whether the host waits for the device after each pass, so that the first launch is seen.
+    """Whether the host waits for the device after each pass, which exposes the first launch.
 
-    Rows of passes a second are from feifeibear/long-context-attention@b93c30e. Its benchmark_longctx.py does
-    so, where Q, K, V are not packed."""
+    Rows of passes a second are from feifeibear/long-context-attention@b93c30e. Its benchmark_longctx.py waits
+    if Q, K, V are not packed."""
     loop: Loop | None = None
     """The ring of another project; None: our programs."""
 
@@ -75,9 +75,9 @@ def _usp(row: Row) -> MethodWay | str:
         return f"head_parallel={heads}: {why_not}"
     packed = "qkvpack" in row.variant.split()
     exchanges = 2 * (heads > 1) if packed else 4
-    apart = not packed and row.figure == "iterations_per_second"
+    separate = not packed and row.figure == "iterations_per_second"
     return MethodWay(
-        heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=apart
+        heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=separate
     )
 
 
@@ -88,9 +88,9 @@ def _loongtrain(row: Row) -> MethodWay | str:
 
 
 def _loop(row: Row) -> Loop:
-    """Return the ring: a row that names a layout is of ring-flash-attention, others of TransformerEngine."""
-    named = LAYOUTS.keys() & set(row.variant.split())
-    return loops.RING_FLASH if named else loops.MAGI_RING.get(_capability(row), loops.TRANSFORMER_ENGINE)
+    """Return the ring: a row with a layout is of ring-flash-attention, another of TransformerEngine."""
+    layouts = LAYOUTS.keys() & set(row.variant.split())
+    return loops.RING_FLASH if layouts else loops.MAGI_RING.get(_capability(row), loops.TRANSFORMER_ENGINE)
 
 
 def _capability(row: Row) -> int:
@@ -98,7 +98,7 @@ def _capability(row: Row) -> int:
 
 
 def most_heads(row: Row) -> int:
-    """Return the most ranks of a node that can share the heads."""
+    """Return the maximum of a node's ranks that can share the heads."""
     return max(d for d in legal_degrees(row.ranks, row.heads, row.kv_heads) if d <= row.ranks.intra)
 
 
@@ -111,22 +111,22 @@ WAYS: dict[str, Callable[[Row], MethodWay | str]] = {
     "double-ring": lambda row: MethodWay(double=True, layout=_layout(row), loop=loops.INTERNEVO),
     "burst": lambda row: MethodWay(double=True, layout=_layout(row), direction=Pass.QUERY),
 }
-"""By name: the way of a row's shapes on its cluster, or the reason why there is none."""
+"""By name: the schedule for a row's shapes on its cluster, or the reason for none."""
 NOT_MODELLED = {
     "hybrid-dcp": "its ranks split documents by a schedule of Megatron's own",
     "magi-a2av": "MagiAttention has a kernel and a dispatch of its own",
     "magi-native": "MagiAttention has a kernel and a dispatch of its own",
 }
-"""Methods of the field that no schedule here runs, and why."""
+"""Methods of the field without a schedule here, and why."""
 
 
 def _layout(row: Row) -> str:
-    named = [layout for word, layout in LAYOUTS.items() if word in row.variant.split()]
-    return named[0] if named else "zigzag" if row.mask == "causal" else "contiguous"
+    layouts = [layout for word, layout in LAYOUTS.items() if word in row.variant.split()]
+    return layouts[0] if layouts else "zigzag" if row.mask == "causal" else "contiguous"
 
 
 def way_of(row: Row) -> MethodWay | str:
-    """Return the way of a row's method, or the reason why the model has none."""
+    """Return the schedule of a row's method, or the reason why the model has none."""
     if row.varlen:
         return "the row does not give the lengths of its documents"
     if row.method in NOT_MODELLED:
@@ -145,7 +145,7 @@ def seconds_of(row: Row, way: MethodWay, rates: Rates) -> float:
 
 
 def _seconds(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds of a pass: of the device, part by part, or of the host where it launches longer.
+    """Return the seconds of a pass: of the device, part by part, or of the host if it launches longer.
 
     Exchanges of heads stand around a ring of groups. Each group of ranks that share heads is one place of the
     ring, and every place sends and receives all, whatever a mask leaves out.
@@ -189,7 +189,7 @@ def _shard(row: Row) -> Shard:
 
 
 def _kernel(shard: Shard, pass_: Pass, rates: Rates, passes: Passes) -> Callable[[Tensor], Tensor]:
-    """Return the time of kernel calls by their pairs: that of ours, with the passes of others around them."""
+    """Return the time of kernel calls by their pairs: our kernel's, with the passes of others around them."""
     moved = _bytes_around(shard, pass_, passes) - _bytes_around(shard, pass_, OURS)
 
     def seconds(pairs: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def _kernel(shard: Shard, pass_: Pass, rates: Rates, passes: Passes) -> Callable
 
 
 def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
-    """Return the bytes that passes move for a row that takes part in a kernel call, on both sides of it."""
+    """Return the bytes that passes move for a row of a kernel call, on both sides of it."""
     q, out = shard.batch * shard.heads * shard.head_dim, shard.batch * shard.heads * shard.value_dim
     kv = shard.batch * shard.kv_heads * (shard.head_dim + shard.value_dim)
     if pass_ == Pass.FORWARD:
@@ -228,7 +228,7 @@ def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
 
 
 def _windows(groups: Ranks) -> Route:
-    """Return a double ring over nodes; within one node, or of one group a node, windows as many as places."""
+    """Return a double ring over nodes; within a node, or with a group per node, as many windows as places."""
     if 1 < groups.intra < groups.size:
         return Route(nodes=groups.size // groups.intra, intra=groups.intra)
     nodes = 1

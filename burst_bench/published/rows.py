@@ -27,11 +27,11 @@ PASSES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 COUNTS = ("gpus", "gpus_per_node", "heads", "kv_heads", "head_dim", "batch", "seq", "head_parallel")
 """Fields that are positive integers."""
 WORDS = ("hardware", "method", "variant", "source")
-"""Fields that are any words."""
+"""Fields with any text."""
 CPU = "cpu"
-"""Hardware of rows that were measured on some CPU; no preset predicts them, a file of rates does."""
+"""Hardware of rows that were measured on some CPU; a file of rates predicts them, no preset does."""
 LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "stripe": "striped", "strip": "striped"}
-"""Layouts by the words of a row's variant, which are those of ring-flash-attention."""
+"""Layouts by names in a row's variant, which are ring-flash-attention's."""
 FIGURES = ("tflops", "iterations_per_second")
 """Figures of a row: 10**12 FLOPs a second and GPU, or passes a second of the slowest rank."""
 
@@ -41,7 +41,7 @@ class Row:
     """One measured figure of an attention layer. Raises ValueError for a field that is missing or wrong."""
 
     hardware: str
-    """A name of `burst_mcore.machines.MACHINES`, or `CPU`; with rates of its own, any machine."""
+    """A name of `burst_mcore.machines.MACHINES`, or `CPU`; with given rates, any machine."""
     gpus: int
     gpus_per_node: int
     heads: int
@@ -54,9 +54,9 @@ class Row:
     passes: str
     method: str
     head_parallel: int | None = None
-    """Ranks that share heads; None: as the method does by itself."""
+    """Ranks that share heads; None: the method's default."""
     variant: str = ""
-    """Words about the method: basic, zigzag or stripe for the layout; qkvpack if Q, K, V rotate as one."""
+    """Options of the method: basic, zigzag or stripe for the layout; qkvpack if Q, K, V rotate as one."""
     dtype: str = "bfloat16"
     tflops: float | None = None
     iterations_per_second: float | None = None
@@ -86,8 +86,8 @@ class Row:
         """Return the row of a JSON object; entries that are no fields, or null, are left out."""
         names = [field.name for field in fields(cls)]
         values = {name: entries[name] for name in names if entries.get(name) is not None}
-        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]:
-            raise ValueError(f"has no {', '.join(missing)}")
+        if absent := [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]:
+            raise ValueError(f"has no {', '.join(absent)}")
         return cls(**values)
 
     @property
@@ -114,7 +114,7 @@ class Row:
         return self.mask.startswith("varlen")
 
     def figure_of(self, seconds: float) -> float:
-        """Return the figure of a run that takes `seconds`, in the unit of the row's own."""
+        """Return the figure of a run that takes `seconds`, in the unit of the row's figure."""
         if self.figure == "iterations_per_second":
             return 1 / seconds
         pairs = allowed_pairs(self.seen, self.seq)
@@ -123,13 +123,13 @@ class Row:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """The choice that a user faces: rows of one group differ in method and variant alone."""
+        """The group of a user's choice: its rows differ in method and variant alone."""
         shape = self.heads, self.kv_heads, self.head_dim, self.batch, self.seq
         return self.hardware, self.gpus, self.gpus_per_node, *shape, self.mask, self.passes, self.dtype
 
 
 def read(path: Path) -> list[Any]:
-    """Return the rows of a JSON file, as they are. Raises ValueError for other files."""
+    """Return the rows of a JSON file, unchecked. Raises ValueError for other files."""
     try:
         contents = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -151,7 +151,7 @@ def rows_of(contents: Sequence[Any], path: Path) -> Iterator[tuple[Mapping[str, 
 
 
 def record(path: Path, tables: Mapping[str, Table], cases: Mapping[str, Any], device: str) -> int:
-    """Append the rows of a run of `bench attention` to a file; return how many there are of the run."""
+    """Append the rows of a run of `bench attention` to a file; return their number."""
     rows = [*measured_rows(tables, cases, device)]
     lines = ",\n ".join(map(json.dumps, [*(read(path) if path.exists() else []), *rows]))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,24 +162,24 @@ def record(path: Path, tables: Mapping[str, Table], cases: Mapping[str, Any], de
 def measured_rows(
     tables: Mapping[str, Table], cases: Mapping[str, Any], device: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each method that was timed, where a row can say what the method is and what it did."""
+    """Yield a row for each timed method whose mask, layout and settings rows can express."""
     source = f"burst-mcore bench attention, commit {provenance.commit()}"
     for name, table in tables.items():
         for method in table.methods:
-            known, walls = METHODS.get(("attention", method)), table.get((method, "wall"))
-            shape = None if known is None else _shape(cases[name], known, device)
+            row_method, walls = METHODS.get(("attention", method)), table.get((method, "wall"))
+            shape = None if row_method is None else _shape(cases[name], row_method, device)
             if walls and shape is not None:
                 figure = Row(**shape, tflops=1.0).figure_of(statistics.median(walls))
                 yield {**shape, "tflops": float(f"{figure:.4g}"), "source": source}
 
 
 def _shape(case: Any, method: Method, device: str) -> dict[str, Any] | None:
-    """Return all fields of a row but its figure; None if rows have no word for the mask or the layout."""
+    """Return all fields of a row but its figure; None if rows cannot express the mask or the layout."""
     variant = next((word for word, layout in LAYOUTS.items() if layout == case.layout), None)
     if not method.row or case.mask not in ("causal", "full") or variant is None:
         return None
-    known = {field.name for field in fields(Row)}
-    shape = {name: value for name, value in vars(case).items() if name in known}
+    names = {field.name for field in fields(Row)}
+    shape = {name: value for name, value in vars(case).items() if name in names}
     gpu = CPU if device == "cpu" else torch.cuda.get_device_name()
     node = int(os.environ.get("LOCAL_WORLD_SIZE", case.ranks))
     where = {"hardware": machine_of(gpu) or gpu, "gpus": case.ranks, "gpus_per_node": node}

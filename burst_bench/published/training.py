@@ -1,4 +1,4 @@
-"""Published figures of whole training steps, each predicted by the step model for the way that was run."""
+"""Published figures of whole training steps, each predicted by the step model for its plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OUT_OF_MEMORY = "out of memory"
 FLAT = "flat burst"
 """The method "burst" on one ring of all ranks."""
 _NEEDED = ("seq", "gpus_per_node", "hardware", "value", "gpus", "metric")
-"""Fields of a row of training besides its model and its way."""
+"""Fields of a row of training, without its model and its plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training run that was measured."""
+    """A measured training run."""
 
     model: Model
     way: Way
@@ -37,9 +37,9 @@ class Training:
     per_node: int
     hardware: str
     method: str = ""
-    """Of attention, a name in WAYS of `published.methods`, or `FLAT`; "": as `plan` chooses."""
+    """The method of attention, a name in WAYS of `published.methods`, or `FLAT`; "": as `plan` chooses."""
     variant: str = ""
-    """Of the method, as in `burst_bench.published.rows.Row`."""
+    """The variant of the method, as in `burst_bench.published.rows.Row`."""
     mask: str = "causal"
     """causal or full."""
     counted: float = 1.0
@@ -47,7 +47,7 @@ class Training:
 
 
 def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> PredictedStep | str:
-    """Return the step of a run, or the reason why it does not go."""
+    """Return the step of a run, or the reason why it cannot run."""
     machine = machines[run.hardware]
     ranks = Ranks(run.way.gpus, min(run.way.gpus, run.per_node))
     reason = why_not(run.way, run.model, run.seq, ranks)
@@ -66,7 +66,7 @@ def predicted(run: Training, machines: Mapping[str, Machine] = MACHINES) -> Pred
     backward = _seconds(replace(row, passes="bwd"), way, machine.rates_by(FITTED))
     runs = AttentionTime(
         forward=forward, backward=backward, head_parallel=way.heads, direction=way.direction.value,
-        kernel=forward + backward,  # what of the sum is exposed is not told apart here
+        kernel=forward + backward,  # the exposed part of the sum is not separated here
         nodes=row.ranks.size // row.ranks.intra if way.double else 1,
     )  # fmt: skip
     return PredictedStep(run.model, run.way, run.seq, place, runs)
@@ -99,7 +99,7 @@ def value_of(metric: str, step: PredictedStep, counted: float = 1.0) -> float | 
 
 
 def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> tuple[float | None, str | None]:
-    """Return (figure, None), or (None, the reason why there is none)."""
+    """Return (figure, None), or (None, the reason for no prediction)."""
     step = predicted(run, machines)
     if isinstance(step, str):
         return None, step
@@ -114,8 +114,8 @@ def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> tuple
 def of_row(entries: Mapping[str, Any]) -> Training | str:
     """Return the run of a row of training, or the reason why it is not modelled.
 
-    A row says its model and its way in the fields of `Model` and `Way`, and may say others of `Training`.
-    Raises a ValueError for a row without the fields of training, or with sizes or a way that are not legal.
+    A row gives its model and its plan in the fields of `Model` and `Way`, and may give others of `Training`.
+    Raises a ValueError for a row without the fields of training, or with illegal sizes or plan.
     """
     try:
         model, way = Model(**entries["model"]), Way(**entries["way"])

@@ -1,10 +1,10 @@
-"""SUBJECTS: everything that can be measured, by name.
+"""SUBJECTS: all subjects that can be measured, by name.
 
-attention     one attention layer on ranks          masks      what masks save
+attention     one attention layer on ranks          masks      savings by masks
 topology      an emulated cluster, in wall time     step       a training step under a framework
 loss          the LM head and its loss
-kernels       local attention kernels; as "rowwise" the passes around them, as "hops" messages beside them
-recompute     ways to checkpoint layers on a ring, and as "offload" layers whose results leave the GPU
+kernels       local attention kernels; "rowwise": passes around them; "hops": messages during them
+recompute     checkpointing of layers on a ring, and as "offload" layers with results off the GPU
 virtual_ring  one rank's share of a ring on one device
 """
 

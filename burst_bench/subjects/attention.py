@@ -1,4 +1,4 @@
-"""One attention layer on ranks: each method's seconds, on CPUs beside those of the bare kernel."""
+"""One attention layer on ranks: each method's seconds, on CPUs compared with the bare kernel's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from burst_bench.methods.attention import RingCase, ShardedAttention
 from burst_plan.explain.problem import DTYPES
 
 RING = 1.02
-"""CPU seconds of a choice over those of RingAttention's schedule, at most, where its bytes do not matter."""
+"""Most CPU seconds of a choice over RingAttention's schedule, if its bytes do not matter."""
 
 
 class AttentionCase(RingCase):
@@ -34,7 +34,7 @@ class AttentionCase(RingCase):
 
     def prepare(self, world: World) -> Stage:
         trial = partial(ring_trial, self, world, passes=self.passes)
-        if world.device == "cuda" or not gate.takes_whole(self):  # the sequence may be too long for one
+        if world.device == "cuda" or not gate.takes_whole(self):  # the sequence may be too long for it
             return Stage(trial)
         tensors = self.tensors()[: 3 if self.passes == "fwd" else 4]
         return Stage(trial, {"kernel": on_first(world, partial(gate.bare_kernel(self), *tensors))})
@@ -45,7 +45,7 @@ class AttentionCase(RingCase):
                 yield method, f"cpu / {unit}", table.over((method, "cpu"), (unit, "cpu"))
 
     def bars(self, device: str) -> Sequence[Bar]:
-        """Return those of "auto" where few bytes gain nothing: on one node, or where kernels hide them."""
+        """Return the bars of "auto" if fewer bytes gain nothing: on one node, or if kernels hide them."""
         if device != "cpu" or self.ranks == 1:
             return ()
         return [
@@ -74,7 +74,7 @@ def ring_trial(case: RingCase, world: World, method: Method, passes: str = "fwd+
 
 
 def shards(case: RingCase, built: ShardedAttention, world: World) -> list[Tensor]:
-    """Return this rank's q, k, v and dout; on a GPU random ones, since a host may not hold them whole."""
+    """Return this rank's q, k, v and dout; on a GPU random ones, since host memory may be too small."""
     if world.device == "cpu":
         return [built.shard(x) for x in case.tensors()]
     tokens = built.shard(torch.zeros(case.batch, case.seq, 1, 1)).shape[1]
@@ -84,5 +84,5 @@ def shards(case: RingCase, built: ShardedAttention, world: World) -> list[Tensor
 
 
 def on_first(world: World, run: Callable[[], object]) -> Trial:
-    """Return a unit on rank 0 while the others wait asleep, so that it has a core to itself."""
+    """Return a unit on rank 0; the others sleep meanwhile, so that it has a core to itself."""
     return Trial({"": run if world.rank == 0 else lambda: None})

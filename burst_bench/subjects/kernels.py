@@ -1,4 +1,4 @@
-"""Local kernels on one device, the passes around them, and messages beside them: each beside the others."""
+"""Local kernels on one device, the passes around them, and concurrent messages, all compared in turn."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from burst_plan.words import shortened
 
 GATE_TOKENS = 256
 WRONG = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.01}
-"""A kernel whose relative error beside float64 is larger is wrong."""
+"""The limit of a kernel's relative error against float64."""
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-"""FLOPs of the passes, in those of a forward."""
+"""FLOPs of the passes, in multiples of a forward's."""
 OURS = "triton"
 
 
@@ -55,7 +55,7 @@ class KernelCase(SquareCase):
         return Stage(trial)
 
     def derive(self, table: Table) -> Derived:
-        """Yield TFLOP/s of each, and the speed of ours over the best other's."""
+        """Yield TFLOP/s of each kernel, and the speed of ours over the best other's."""
         walls = table.column("wall")
         flops = WORK[self.passes] * self.flops(int(keys_per_query(self.seen, self.tokens).sum()))
         for method, samples in walls.items():
@@ -66,15 +66,15 @@ class KernelCase(SquareCase):
 
 
 def worst_error(kernel: Kernel, case: SquareCase, device: str) -> float:
-    """Return the worst relative error over few tokens, beside the reference kernel in float64."""
+    """Return the worst relative error over few tokens, against the reference kernel in float64."""
     n = min(case.tokens, GATE_TOKENS)
     short = replace(case, tokens=n, mask=shortened(case.mask, case.tokens, n))
     calls, errors = short.bare(kernel, short.tensors(device)), [0.0]
     for tile in calls.tiles:
         rows = calls.rows(tile)
-        got = both_ways(kernel, tile.pattern, *rows)
+        results = both_ways(kernel, tile.pattern, *rows)
         want = both_ways(KERNELS["reference"], tile.pattern, *(x.double() for x in rows))
-        errors += map(relative, got, want)
+        errors += map(relative, results, want)
     return max(errors)
 
 
@@ -85,7 +85,7 @@ BYTES = {
     "sum of 8": (18, 0),
     "sum in float32": (10, 0),
 }
-"""Of a row of 16 bits, that each pass must move: for each element, and besides."""
+"""Bytes of a row in 16 bits that each pass must move: for each element, and in addition."""
 
 
 class RowCase(SquareCase):
@@ -128,9 +128,9 @@ class HopsCase(SquareCase):
     ctas: int = 8
     """Thread blocks that NCCL may use for a communicator."""
     priority: bool = True
-    """Messages are on streams of high priority."""
+    """Whether messages are on streams of high priority."""
     communicators: int = 2
-    """Each carries a message of the size of K and V."""
+    """Number of messages, each of the size of K and V."""
 
     def methods(self) -> Sequence[Method]:
         return [Method("under way")]
@@ -164,9 +164,9 @@ class HopsCase(SquareCase):
 
 
 def post(groups: Sequence[dist.ProcessGroup], pairs: Sequence[tuple[Tensor, Tensor]]) -> list[dist.Work]:
-    """Send and receive a message of one process to itself by each group; return what is to be waited for.
+    """Send and receive a message of one process to itself by each group; return the work to wait for.
 
-    On a CPU a message is a copy, at once: NCCL is not there, and neither is a group.
+    On a CPU a message is a copy, at once: it has neither NCCL nor a group.
     """
     works: list[dist.Work] = []
     for group, (block, arrived) in zip(groups, pairs, strict=False):

@@ -1,4 +1,4 @@
-"""The LM head and its loss: time beside three matrix products alone, peak memory, accuracy."""
+"""The LM head and its loss: time against three matrix products alone, peak memory, accuracy."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from burst_plan.explain.problem import DTYPES
 
 OURS = "burst"
 MASKED = 1 / 16
-"""Of the tokens, at random, have no loss, where nothing else is asked for."""
+"""The default share of tokens without loss, chosen at random."""
 GATE_TOKENS = 512
-"""Of the problem on which a method must be right before it is timed, at most."""
+"""Most tokens of the problem on which a method must be right before it is timed."""
 WRONG = 0.1
-"""A method with a larger relative error in loss or gradients is wrong, in whatever dtype."""
+"""The limit of a method's relative error in loss or gradients, in any dtype."""
 WARM_TOKENS = 64
 LARGE = 10**9
-"""Logits of so many elements are not made at once, not even for the three products alone."""
+"""Logits of this many elements are not made at once, not even for the three products alone."""
 PRODUCT_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""There the products go over so many tokens at once."""
+"""Tokens of each product in that case."""
 SHAPES = {
     "cpu": ((4096, 1024, 32000), (8192, 1024, 128256)),
     "cuda": ((4096, 4096, 128256), (32768, 4096, 128256)),
 }
-"""Tokens, hidden size and vocabulary for which there are bars."""
+"""Tokens, hidden size and vocabulary of shapes with bars."""
 OF_PRODUCTS = {"cpu": {"float32": 1.10, "bfloat16": 1.35}, "cuda": {"float32": 1.10, "bfloat16": 1.10}}
-"""Time over that of the three products alone, at most."""
+"""Most time over the three products alone."""
 NO_SLOWER = {"cpu": ("compiled-naive",), "cuda": ("liger", "cce")}
 NO_LARGER = {"cpu": ("torch", "deepspeed", "compiled-naive"), "cuda": ()}
-"""Than these methods, in peak memory, where all logits together are LARGE."""
+"""Methods whose peak memory ours must not exceed, if all logits together are LARGE."""
 
 
 class HeadCase(Case):
@@ -91,7 +91,7 @@ class HeadCase(Case):
         return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
 
     def prepare(self, world: World) -> Stage:
-        @cache  # made when they are first asked for: after memory was measured
+        @cache  # made at the first use: after memory was measured
         def tensors() -> tuple[Tensor, ...]:
             return self.tensors(world.device)
 
@@ -121,7 +121,7 @@ class HeadCase(Case):
                 yield method, "burst peak / this", [peaks[OURS][0] / peaks[method][0]]
 
     def bars(self, device: str) -> Sequence[Bar]:
-        """Return bars for few masked tokens: others are easier for who leaves those out."""
+        """Return bars for few masked tokens: more make it easier for methods that skip them."""
         if self.masked > MASKED or (self.tokens, self.hidden, self.vocabulary) not in SHAPES[device]:
             return ()
         bars = []
@@ -137,7 +137,7 @@ class HeadCase(Case):
 
 
 def step(loss: HeadLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Forward and backward; the loss."""
+    """Run forward and backward; return the loss."""
     hidden.grad = weight.grad = None
     value = loss(hidden, weight, labels)
     value.backward()
@@ -145,16 +145,16 @@ def step(loss: HeadLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
 
 
 def memory(head: HeadMethod, case: HeadCase, device: str) -> dict[str, float]:
-    """Peak memory beyond the inputs, the gradients in it, and the largest tensor as a part of N x V."""
+    """Return peak memory beyond the inputs, its gradients, and the largest tensor as a part of N x V."""
     tensors = case.tensors(device)
-    made = LargestMade(tensors) if head.visible else None
-    with made or nullcontext():
+    largest = LargestMade(tensors) if head.visible else None
+    with largest or nullcontext():
         meters = peak_meter(lambda: step(head.loss, *tensors), device)
-    return meters if made is None else {**meters, "largest / (N x V)": made.elements / case.logits}
+    return meters if largest is None else {**meters, "largest / (N x V)": largest.elements / case.logits}
 
 
 def errors(loss: HeadLoss, case: HeadCase, device: str) -> dict[str, float]:
-    """Relative to the same in float64 from the same inputs, and over how much that was computed."""
+    """Return errors relative to float64 from the same inputs, and the number of compared elements."""
     short = gate_case(case, device)
     hidden, weight, labels = short.tensors(device)
     value = step(loss, hidden, weight, labels)
@@ -174,14 +174,14 @@ def gate_case(case: HeadCase, device: str) -> HeadCase:
     tokens = min(case.tokens, GATE_TOKENS)
     on_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else on_host
-    of_a_row = 8 * (4 * case.hidden + 10 * tokens)  # copies that live at once, in backward at most
+    of_a_row = 8 * (4 * case.hidden + 10 * tokens)  # live copies, at the peak of backward
     return replace(case, tokens=tokens, vocabulary=min(case.vocabulary, memory // 2 // of_a_row))
 
 
 def three_products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    """Logits, what they give hidden states, what they give the weight, of all tokens.
+    """Return a step of three products: logits, gradient of the hidden states, gradient of the weight.
 
-    In the dtype of hidden [N, d] and weight [V, d], into memory that is there before.
+    In the dtype of hidden [N, d] and weight [V, d], into preallocated memory.
     """
     tokens, large = len(hidden), len(hidden) * len(weight) >= LARGE
     part = min(tokens, PRODUCT_TOKENS[hidden.device.type]) if large else tokens
@@ -192,6 +192,6 @@ def three_products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
         for index, (h, of_h) in enumerate(zip(hidden.split(part), of_hidden.split(part), strict=True)):
             x = torch.mm(h, weight.t(), out=logits[: len(h)])
             torch.mm(x, weight, out=of_h)
-            of_weight.addmm_(x.t(), h, beta=min(index, 1))  # the first does not add to what is there
+            of_weight.addmm_(x.t(), h, beta=min(index, 1))  # the first overwrites
 
     return run

@@ -1,4 +1,4 @@
-"""What masks save: attention beside its tiles called bare, beside masked dense attention, and bytes."""
+"""Savings by masks: attention against its tiles called bare, against masked dense attention, and bytes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from burst_plan.explain.predict import draw
 from burst_plan.explain.problem import DTYPES
 
 SHORT = 3
-"""Times as many rounds of cases without masked dense attention, which takes the most time."""
+"""Factor of the rounds for cases without masked dense attention, which takes the most time."""
 ROOM = 32
-"""Memory that a process takes before anything is measured, in tensors of the whole sequence."""
+"""Memory that a process takes before the measurement, in tensors of the whole sequence."""
 DENSE_ROWS = 512
 """Query rows of a call of masked dense attention: its mask is as large as this times the sequence."""
 DENSE_TOKENS = 8192
-"""The unmasked kernel, whose time per pair is the unit, runs on at most so many tokens."""
+"""Most tokens of the unmasked kernel, whose time per pair is the unit."""
 
 
 class MaskCase(RingCase):
@@ -46,18 +46,18 @@ class MaskCase(RingCase):
     seq: int = 32768
     heads: int = 2
     dense: float | None = None
-    """Masked dense attention must take so many times as long, at least; None: it is not measured."""
+    """Least time of masked dense attention as a multiple; None: it is not measured."""
     ideal: float | None = None
-    """What that would be if time went with pairs."""
+    """The multiple if time were proportional to pairs."""
     per_pair: float | None = None
-    """Time per allowed pair over that of the dense kernel, at most."""
+    """Most time per allowed pair over the dense kernel's."""
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, MaskCase]:
         """Return the cases of the paper's table, and packed and sparse masks."""
         n = cls().seq
         window, dilated = f"window:{n // 8}", f"causal & dilated:{n // 8},4"
-        documents = "causal & documents:" + ",".join(["8192"] * (n // 8192 - 1))  # the last is what is left
+        documents = "causal & documents:" + ",".join(["8192"] * (n // 8192 - 1))  # the last has the rest
         many = "causal & documents:random,64"
         return {
             "causal, zigzag": cls(dense=1.8, ideal=2.0),
@@ -83,7 +83,7 @@ class MaskCase(RingCase):
         return Stage(partial(ring_trial, self, world), units, room=ROOM * self.tensors()[0].nbytes)
 
     def derive(self, table: Table) -> Derived:
-        """Yield ratios beside the units; and by the plan, how even the work is and what is sent."""
+        """Yield ratios to the units; and from the plan, the balance of the work and the sent bytes."""
         n = self.seq
         per_pair = min(n, DENSE_TOKENS) ** 2 / int(keys_per_query(self.seen, n).sum())
         for method in (m for m, meter in table if meter == "error"):
@@ -135,14 +135,14 @@ def run_bare(several: Sequence[Tiles]) -> None:
 
 
 def unmasked(case: MaskCase, kernel: Kernel) -> TimedStep:
-    """Attend without a mask on a few tokens."""
+    """Return attention without a mask on a few tokens, as a step."""
     tensors = [x[:, :DENSE_TOKENS] for x in case.tensors()]
     length = tensors[0].shape[1]
     return partial(both_ways, kernel, Pattern((length, length)), *tensors)
 
 
 def masked_dense(case: MaskCase, kernel: Kernel) -> TimedStep:
-    """Attend all queries to all keys with the mask on the scores: the paper's "Attention Masking"."""
+    """Return attention of all queries to all keys with a mask on scores: the paper's "Attention Masking"."""
     q, k, v, dout = case.tensors()
     rows = torch.arange(case.seq)
     strips = [slice(first, first + DENSE_ROWS) for first in range(0, case.seq, DENSE_ROWS)]

@@ -1,4 +1,4 @@
-"""Checkpointed layers: a training step with each way to recompute on a ring, and with offload on a GPU."""
+"""Checkpointed layers: a training step with each policy on a ring, and with offload on a GPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from burst_plan.explain.problem import DTYPES
 from burst_plan.simulate.cost import allowed_pairs, pass_flops
 
 WRONG = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
-"""A method whose gradients differ by more, relative to their norm, is wrong."""
+"""The limit of the difference of a method's gradients, relative to their norm."""
 CLOSE = 0.05
-"""How far the saved time may be from that of the FLOP model."""
+"""The limit of the difference between saved time and that of the FLOP model."""
 
 
 class LayersCase(Case):
@@ -37,7 +37,7 @@ class LayersCase(Case):
     kind = "layers"
     curve: ClassVar[tuple[str, str] | None] = ("peak", "cpu")
     gate: ClassVar[int | None] = 256
-    """A method must give the gradients of no recompute before it is measured: on as many tokens, at most."""
+    """Most tokens on which a method must give the gradients of no recompute before it is measured."""
 
     ranks: int = 2
     seq: int = 16384
@@ -57,7 +57,7 @@ class LayersCase(Case):
 
     @property
     def divisor(self) -> int:
-        """The layout shards multiples of so many tokens."""
+        """The divisor of the number of tokens in the layout."""
         return Layout.of(self.layout).divisor(self.ranks)
 
     @property
@@ -93,14 +93,14 @@ class LayersCase(Case):
         return Stage(trial, {"attention's forward": Trial({"": model.attention})})
 
     def memory(self, model: LayerStack, method: LayerMethod) -> Mapping[str, float]:
-        """Return the peak of a step."""
+        """Return the peak memory of a step."""
         model.forget()
         return peak_meter(lambda: model.step(method), "cpu")
 
     def derive(self, table: Table) -> Derived:
-        """Yield the time saved beside full recompute, measured and predicted by the FLOP model.
+        """Yield the time saved against full recompute, measured and predicted by the FLOP model.
 
-        The model: the time of attention's own forward, times the share that is not recomputed.
+        The model: the time of attention's forward, times the share that is not recomputed.
         """
         share = share_of(self.seq // self.ranks, self.heads, self.heads, self.hidden // self.heads)
         flops = self.layers * pass_flops(share, self.pairs, Pass.FORWARD)
@@ -123,7 +123,7 @@ class LayersCase(Case):
 
 
 class Layer(nn.Module):
-    """A layer as Llama has them: norms, attention, a gated MLP."""
+    """A layer of Llama: norms, attention, a gated MLP."""
 
     def __init__(self, case: LayersCase, topology: Topology) -> None:
         super().__init__()
@@ -172,13 +172,13 @@ class LayerStack(nn.Module):
         return x
 
     def step(self, method: LayerMethod) -> dict[str, float]:
-        """Forward and backward; CPU seconds of recomputations."""
+        """Run forward and backward; return CPU seconds of recomputations."""
         self.forget()
         self.forward(method).square().mean().backward()
         return {"recomputing": self.recompute_seconds}
 
     def forget(self) -> None:
-        """Drop the gradients and the seconds, which a step makes."""
+        """Drop the gradients and the seconds of a step."""
         self.zero_grad()
         self.recompute_seconds = 0.0
 
@@ -186,7 +186,7 @@ class LayerStack(nn.Module):
         return (p.grad.double() for p in self.parameters() if p.grad is not None)
 
     def attention(self) -> None:
-        """Attention's forward of all layers, alone."""
+        """Run only attention's forward of all layers."""
         with torch.no_grad():
             qkv = self.layers[0].heads_of(self.x)
             for _ in self.layers:
@@ -206,7 +206,7 @@ class LayerStack(nn.Module):
             start = time.process_time()
             try:
                 return function(*x)
-            finally:  # torch ends a recomputation by an exception, once all is there
+            finally:  # torch ends a complete recomputation by an exception
                 self.recompute_seconds += 0.0 if first else time.process_time() - start
 
         return call
@@ -220,32 +220,32 @@ class OffloadCase(LayersCase):
     devices = ("cpu", "cuda")
     repeats = 5
     curve = None
-    gate = None  # what is on its way while layers compute must be right as well
+    gate = None  # tensors in transfer while layers compute must be right, too
 
     ranks: int = 1
     seq: int = 32768
     hidden: int = 4096
-    """As wide as a model of 8 billion parameters."""
+    """The width of a model of 8 billion parameters."""
     heads: int = 32
     dtype: str = one_of("bfloat16", DTYPES)
 
     def memory(self, model: LayerStack, method: LayerMethod) -> Mapping[str, float]:
-        """Return the memory of the device that a forward leaves taken for backward."""
+        """Return the device memory that is held after a forward, for backward."""
         if model.x.device.type != "cuda":
             return {"held": 0.0}
         before = torch.cuda.memory_allocated()
         y = model(method)
         torch.cuda.synchronize()
-        taken = torch.cuda.memory_allocated() - before
+        size = torch.cuda.memory_allocated() - before
         del y
-        return {"held": float(taken)}
+        return {"held": float(size)}
 
     def derive(self, table: Table) -> Derived:
         yield OFFLOADED, "this / kept", table.over((OFFLOADED, "wall"), (KEPT, "wall"))
         both = table.get((KEPT, "held"), ()), table.get((OFFLOADED, "held"), ())
         results = self.layers * self.seq * (self.hidden * DTYPES[self.dtype].itemsize + 4 * self.heads)
-        left = [(kept - offloaded) / results for kept, offloaded in zip(*both, strict=False)]
-        yield OFFLOADED, "left / (O and LSE)", left
+        shares = [(on_device - offloaded) / results for on_device, offloaded in zip(*both, strict=False)]
+        yield OFFLOADED, "left / (O and LSE)", shares
 
     def bars(self, device: str) -> tuple[()]:
         return ()

@@ -17,11 +17,11 @@ from burst_plan.machines import MACHINES, machine_of
 FRAMEWORKS = {"deepspeed": steps_deepspeed, "fsdp": steps_fsdp, "megatron": steps_megatron}
 HOST_NAME = topology.host_name
 WRONG = {"float32": 1e-4, "bfloat16": 0.02, "float16": 0.01}
-"""How far a method's first loss may be from that of the model in one process, relatively."""
+"""The limit of the relative difference of a method's first loss from the model's in one process."""
 SIDE = 512
-"""Of the square matrices whose product shows what a core can do."""
+"""Side of the square matrices whose product measures a core's peak."""
 THEIRS = {"deepspeed": "ulysses", "fsdp": "torch", "megatron": "megatron"}
-"""How the names of a framework's own methods begin."""
+"""Prefixes of the names of a framework's methods."""
 
 
 class StepCase(TrainedCase):
@@ -41,7 +41,7 @@ class StepCase(TrainedCase):
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, StepCase]:
-        """Return a case for all methods, cases in which heads do not divide, and one of two nodes."""
+        """Return a case for all methods, cases with indivisible heads, and a case of two nodes."""
         return {
             "8 heads, 4 ranks": cls(),
             "3 heads, 2 ranks": cls(ranks=2, heads=3, kv_heads=3, seq=1024),
@@ -78,7 +78,7 @@ class StepCase(TrainedCase):
         return Stage(trial, {"product": Trial({"": lambda: square @ square})})
 
     def derive(self, table: Table) -> Derived:
-        """Yield tokens a second, MFU, and seconds over those of the framework's own fastest, in turn."""
+        """Yield tokens a second, MFU, and seconds over the framework's fastest method, in turn."""
         peak = statistics.median(table.get(("device", "FLOP/s"), (0.0,)))
         if ("product", "wall") in table:
             peak = 2 * SIDE**3 / statistics.median(table["product", "wall"])
@@ -89,16 +89,16 @@ class StepCase(TrainedCase):
             if peak:
                 flops = sequences * self.flops / self.ranks
                 yield method, "MFU", [flops / wall / peak for wall in walls]
-        own = THEIRS[self.framework]
-        rival = table.fastest([method for method in table.methods if method.startswith(own)])
+        prefix = THEIRS[self.framework]
+        rival = table.fastest([method for method in table.methods if method.startswith(prefix)])
         if rival is not None:
             for method in measured:
                 fewer = self.sequences(rival) / self.sequences(method)
                 ratios = table.over((method, "wall"), (rival, "wall"))
-                yield method, f"wall / {own}", [fewer * ratio for ratio in ratios]
+                yield method, f"wall / {prefix}", [fewer * ratio for ratio in ratios]
 
     def sequences(self, method: str) -> int:
-        """Return how many sequences a step of a method trains on; seconds are compared for each."""
+        """Return the number of sequences in a method's step; seconds are compared per sequence."""
         return self.ranks if method == steps_megatron.OWN else 1
 
     def bars(self, device: str) -> Sequence[Bar]:
@@ -108,7 +108,7 @@ class StepCase(TrainedCase):
 
 
 def _counted(train: Train) -> TimedStep:
-    """Return a step that says how many bytes this process wrote in it, to sockets too."""
+    """Return a step that reports the bytes which this process wrote in it, to sockets too."""
 
     def step() -> Mapping[str, float]:
         before = of_process("io", "wchar")

@@ -1,7 +1,7 @@
 """The paper's claims about topology and overlap, measured in wall time on an emulated cluster.
 
 Messages are real: they go through burst_attention, gloo and shaped links. The kernel is modelled: a timed
-wait in its place, as long as its FLOPs take at a given rate, since two cores cannot compute for eight ranks.
+wait replaces it, as long as its FLOPs take at a given rate, since two cores cannot compute for eight ranks.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from burst_plan.simulate import search
 from burst_plan.simulate.cost import allowed_pairs, pass_flops
 
 WITHIN = 1.05
-"""The choice of the cost model is right if it is at most so much slower than the fastest measured."""
+"""The limit of a right choice of the cost model: its time over the fastest measured."""
 
 FREE = 1e18
 """FLOP/s at which compute takes no time."""
 LINKS = ((20e6, 1e6), (10e6, 2e6), (2e6, 2e6))
-"""Bytes a second, (within the node, between nodes), that the grid covers: slow beside the cores, which copy
+"""Bytes a second, (within the node, between nodes), of the grid: slow against the cores, which copy
 and merge for all ranks."""
 SHAPES = ((8, 512), (2, 1024))
-"""(K/V heads, tokens of a rank) that the grid covers: large enough for links to take longer than the host,
-which serves a call of 8 ranks on 2 cores in about 0.2 s."""
+"""(K/V heads, tokens of a rank) of the grid. Links must take longer than the host, which needs about 0.2 s
+for a call of 8 ranks on 2 cores."""
 FLAT, DOUBLE = "ring=flat; backward=kv", "ring=double; backward=kv"
 OFF = f"{DOUBLE}; overlap=False"
 NODES_APART = "ring=double; head_placement=outer; backward=kv; head_parallel="
-"""Heads across nodes, a ring within each: to be completed by the number of nodes."""
+"""Heads across nodes, a ring within each: the number of nodes is appended."""
 BOTH_RINGS, OVERLAP = f"{FLAT} | {DOUBLE}", f"{DOUBLE} | {OFF}"
 GAIN = f"{DOUBLE} / this"
 AUTO = "ring=auto; head_parallel=auto; backward=auto"
-"""All left to the cost model."""
+"""All settings left to the cost model."""
 FLAT_OVER_DOUBLE = {2: 2.2, 4: 4.5}
-"""Seconds of the flat ring over those of the double, at least, by the ranks of a node."""
+"""Least seconds of the flat ring over the double ring's, by the ranks of a node."""
 
 
 class ClusterCase(Case):
@@ -71,17 +71,17 @@ class ClusterCase(Case):
     intra_rate: float = LINKS[0][0]
     """Bytes a second that a rank sends within its node."""
     inter_rate: float = LINKS[0][1]
-    """To other nodes."""
+    """The same to other nodes."""
     compute: float = FREE
     """FLOP/s of the modelled kernel."""
     heads: int = 8
     kv_heads: int = 8
     tokens: int = 256
-    """Of a rank."""
+    """Tokens of a rank."""
     head_dim: int = 32
     mask: str = one_of("causal", ("causal", "full"))
     ways: str = ""
-    """What is measured: settings of BurstConfig, separated by |; "": every way, and what "auto" takes."""
+    """The measured settings of BurstConfig, separated by |; "": every candidate, and the choice of "auto"."""
 
     @property
     def seen(self) -> Mask:
@@ -93,7 +93,7 @@ class ClusterCase(Case):
 
     @property
     def rates(self) -> Rates:
-        """Of links and kernel, without the time that a message takes besides its bytes."""
+        """Rates of links and kernel, without latency."""
         return Rates(intra=self.intra_rate, inter=self.inter_rate, compute=self.compute, latency=0.0)
 
     @property
@@ -101,7 +101,7 @@ class ClusterCase(Case):
         return share_of(self.tokens, self.heads, self.kv_heads, self.head_dim)
 
     def with_compute(self, of_hop: float) -> ClusterCase:
-        """Return the case with a kernel whose forward of a round takes `of_hop` hops of K and V."""
+        """Return the case with a kernel whose forward of a round takes `of_hop` messages of K and V."""
         size = self.where.size
         pairs = allowed_pairs(self.seen, self.tokens * size) // size // self.nodes
         hop = self.share.kv_bytes / self.inter_rate
@@ -110,10 +110,10 @@ class ClusterCase(Case):
 
     @classmethod
     def named(cls, device: str) -> Mapping[str, ClusterCase]:
-        """Return the rings without compute, overlap where it matters most, and a grid of cells for "auto".
+        """Return the rings without compute, overlap where it is largest, and a grid of cells for "auto".
 
         The rings are compared without a mask, so that all rows rotate all the way: under a causal one the
-        flat ring drops more of them. Data and gradients are as many bytes: "kv" rotates.
+        flat ring drops more of them. Data and gradients have as many bytes: "kv" rotates.
         """
         cases = {
             f"double ring, 2 x {intra}": cls(intra=intra, tokens=128, mask="full", ways=BOTH_RINGS)
@@ -139,11 +139,11 @@ class ClusterCase(Case):
 
     @property
     def fewer_bytes(self) -> str | None:
-        """The way that sends fewer bytes between nodes than the double ring, if the two are the case."""
+        """The candidate with fewer bytes between nodes than the double ring, if both are the case."""
         return self.ways.removeprefix(f"{DOUBLE} | ") if "outer" in self.ways else None
 
     def methods(self) -> Sequence[Method]:
-        """Return all ways but flat rings and direct exchanges that share heads, which are slow everywhere."""
+        """Return the candidates, without flat rings and direct exchanges that share heads: these are slow."""
         if self.ways:
             return [Method(way.strip()) for way in self.ways.split("|")]
         every = costed(self, "ring=auto; head_parallel=auto", 0.0)
@@ -154,7 +154,7 @@ class ClusterCase(Case):
         around = (world.rank + 1) % world.size, (world.rank - 1) % world.size
         latency = least(partial(exchange, [around], torch.zeros(16)), world, repeats=20)
         KERNELS["timed"] = timed_kernel(self.compute)
-        choose.cache_clear()  # kernels and calls that are remembered name the kernel of the case before
+        choose.cache_clear()  # cached kernels and calls name the previous case's kernel
         call_of.cache_clear()
         rates = replace(self.rates, latency=latency)
         topology = Topology.from_group(world.group, intra_size=self.intra, rates=rates)
@@ -163,7 +163,7 @@ class ClusterCase(Case):
         def trial(method: Method) -> Trial:
             config = config_of(method.name)
             step, first = (case.step(config, topology) for case in (self, small))
-            # What is left to the cost model is decided in the first call: it counts if a way is far behind.
+            # The cost model's choices are made in the first call: it counts if a candidate is far behind.
             return Trial({"": step}, warm=step if config.ring == "auto" else first)
 
         return Stage(trial, facts={("message", "hop"): latency})
@@ -183,7 +183,7 @@ class ClusterCase(Case):
         return run
 
     def derive(self, table: Table) -> Derived:
-        """Yield the cost model's prediction for each way, and the ways beside each other."""
+        """Yield the cost model's prediction for each candidate, and ratios of candidates."""
         latency = table["message", "hop"][0]
         medians = table.medians("wall")
         forecasts = {way: predicted(self, way, latency) for way in medians}
@@ -204,7 +204,7 @@ class ClusterCase(Case):
 
     @classmethod
     def summary(cls, tables: Mapping[str, Table]) -> Derived:
-        """Yield the share of the cells in which the choice of "auto" is as fast as the fastest way."""
+        """Yield the share of the cells in which the choice of "auto" is as fast as the fastest candidate."""
         cells = [
             table[AUTO, "wall / fastest"][0] for table in tables.values() if (AUTO, "wall / fastest") in table
         ]
@@ -222,37 +222,37 @@ class ClusterCase(Case):
                 bars.append(Bar("double ring over heads across nodes", rival, GAIN, 1.5, at_most=False))
             return bars
         if self.ways == OVERLAP:
-            # The model predicts 1.5 at best: a gradient that makes a hop less leaves less to hide.
+            # The model predicts 1.5 at best: a gradient that takes a step less leaves less to hide.
             return [Bar("without overlap over with", DOUBLE, f"{OFF} / this", 1.4, at_most=False)]
         return ()
 
 
 def config_of(way: str) -> BurstConfig:
-    """Return the configuration of a way, such as "ring=double; backward=kv"."""
+    """Return the configuration of a candidate, such as "ring=double; backward=kv"."""
     return in_words(BurstConfig, way, kernel="timed")
 
 
 def settings_of(way: Candidate) -> str:
-    """Return the settings that ask for a way."""
+    """Return the settings of a candidate."""
     placement = f"head_placement={'outer' if way.route.outer else 'inner'}; " * (way.route.heads > 1)
     return f"ring={way.ring}; head_parallel={way.route.heads}; {placement}backward={way.direction}"
 
 
 @lru_cache(maxsize=4096)
 def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]:
-    """Return the candidates that a way leaves open; `latency`: seconds of a message besides its bytes."""
+    """Return the candidates that settings leave open; `latency`: seconds of a message without its bytes."""
     config, rates = config_of(way), replace(case.rates, latency=latency)
     n, layout = case.tokens * case.where.size, Layout.of(config.layout)
     return search.costed(config, Question(case.share, layout, case.seen, n, case.where, rates))
 
 
 def predicted(case: ClusterCase, way: str, latency: float) -> float:
-    """Seconds that a way takes by today's cost model."""
+    """Return the seconds of a candidate by today's cost model."""
     return best(costed(case, way, latency)).seconds
 
 
 def timed_kernel(rate: float) -> Kernel:
-    """Return a kernel that takes as long as its FLOPs at `rate` FLOP/s, and computes nothing."""
+    """Return a kernel that takes the time of its FLOPs at `rate` FLOP/s, and computes nothing."""
 
     def wait(q: Tensor, k: Tensor, pattern: Pattern, pass_: Pass) -> None:
         _, rows, heads, head_dim = q.shape

@@ -1,4 +1,4 @@
-"""One rank's share of a ring on one device: beside its kernel alone, and beside all but its kernel."""
+"""One rank's share of a ring on one device: compared with its kernel alone, and with all but its kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from burst_plan.explain.problem import DTYPES
 from burst_plan.words import mask_of, shortened
 
 CHOOSING_TOKENS = 8192
-"""Of the square on which kernels are compared, where the fastest is asked for."""
+"""Tokens of the square on which kernels are compared, for the fastest."""
 
 
 class VirtualCase(SquareCase):
@@ -30,12 +30,12 @@ class VirtualCase(SquareCase):
     subject = "virtual-ring"
 
     size: int = 8
-    """Ranks of the ring, of which one is there."""
+    """Ranks of the ring; one of them is present."""
     tokens: int = 32768
-    """Of that rank."""
+    """Tokens of that rank."""
     direction: str = one_of("query", ("query", "kv"))
     latent: bool = False
-    """A latent rotates, as wide beside a head as DeepSeek-V3's, of whose keys a third is the rope key."""
+    """Whether a latent rotates, in DeepSeek-V3's proportion to a head: a third of a key is the rope key."""
 
     @property
     def seen(self) -> Mask:
@@ -62,20 +62,20 @@ class VirtualCase(SquareCase):
         )  # fmt: skip
 
     def prepare(self, world: World) -> Stage:
-        """Make a rank's passes, and what they are measured beside, all of the same kernel.
+        """Make a rank's passes, and the steps for comparison, all with the same kernel.
 
-        The idle rank's kernel does nothing: its passes are all that is not the kernel's. There the host is
-        ahead of the device, as where kernels take their time.
+        The idle rank's kernel does nothing: its passes are all work but the kernel's. With it the host is
+        ahead of the device, as with slow kernels.
         """
         kernel = fastest(self, world)
         rank, idle = self.rank(kernel, world.device), self.rank(kernel, world.device, works=False)
-        done = rank.forward()
-        bare_backward = partial(rank.bare_backward, rank.queries(done), done.out)
+        result = rank.forward()
+        bare_backward = partial(rank.bare_backward, rank.queries(result), result.out)
         units = {
             "kernel alone": both(rank.bare_forward, bare_backward),
-            "around the kernels": both(idle.forward, partial(idle.backward, done), ahead=True),
+            "around the kernels": both(idle.forward, partial(idle.backward, result), ahead=True),
         }
-        ring = both(rank.forward, partial(rank.backward, done))
+        ring = both(rank.forward, partial(rank.backward, result))
         facts = {("kernel alone", "pairs"): float(rank.pairs)}
         for name, step in ring.steps.items():
             host = least_seconds(units["around the kernels"].steps[name])
@@ -100,7 +100,7 @@ class VirtualCase(SquareCase):
 
 
 def fastest(case: VirtualCase, world: World) -> str:
-    """Return the kernel of others that is the fastest both ways here, on a small causal square."""
+    """Return the fastest of the other projects' kernels in both passes, on a small causal square."""
     tensors, square = case.square.tensors(world.device), case.square
 
     def seconds(name: str) -> float:
@@ -121,18 +121,18 @@ def fastest(case: VirtualCase, world: World) -> str:
 
 
 def launches(step: TimedStep, world: World) -> int:
-    """Return how many kernels a GPU runs in a pass, without the host's calls; on a CPU, operators called."""
+    """Return the number of kernels that a GPU runs in a pass; on a CPU, of called operators."""
     cuda = world.device == "cuda"
     kinds = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
-    with profile(activities=kinds) as seen:
+    with profile(activities=kinds) as trace:
         step()
         if cuda:
             torch.cuda.synchronize()
-    return sum(e.count for e in seen.key_averages() if e.device_type.name == "CUDA" or "aten::" in e.key)
+    return sum(e.count for e in trace.key_averages() if e.device_type.name == "CUDA" or "aten::" in e.key)
 
 
 def least_seconds(step: TimedStep) -> float:
-    """Return the least seconds of a step on the host, of several."""
+    """Return the least seconds of several runs of a step on the host."""
     return min(timeit.repeat(step, number=1))
 
 

@@ -1,4 +1,4 @@
-"""burst_attention, the public function; in checkpointed layers its calls save a tail of their results."""
+"""burst_attention, the public function; in checkpointed layers its calls save a suffix of their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from burst_mcore.words import no_argument
 
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 _CONFIG = BurstConfig()
-"""The config of calls without one: made once, since a compiled graph cannot make it."""
+"""The default config, built at import, since a compiled graph cannot build it."""
 
 
 def burst_attention(
@@ -56,46 +56,46 @@ def burst_attention(
             ring. Same dtype and device as q.
         v: [batch, local sequence, kv_heads, value_dim].
         topology: the ring. It has no default: attention over one rank is `Topology.single()`.
-        mask: over global positions; which positions a rank holds is up to `config.layout`. A query that may
-            attend to nothing gets zeros.
-        latent: instead of k and v, what they are made of in multi-latent attention: a latent [batch, local
+        mask: over global positions; `config.layout` says which positions a rank holds. A query that may
+            attend to no key gets zeros.
+        latent: the inputs of multi-latent attention (MLA), instead of k and v: a latent [batch, local
             sequence, R], a rope key [batch, local sequence, 1, Dr] and weights [heads, R, Dk + Dv], with
             Dk = head_dim - Dr. The latent rotates, by its field `rotates`; K and V are not saved for
-            backward, but made again, except where they rotate and heads are shared. The gradient of the
-            weights is this rank's share, as that of sinks.
+            backward, but recomputed, except where they rotate and heads are sharded. Weight gradients are
+            per-rank partial sums, like those of sinks.
         softmax_scale: default 1 / sqrt(head_dim).
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: [heads], floating point: a logit of each head that takes part in the softmax of every query and
-            brings no value. Its gradient is that of this rank's queries: sum it over the ranks, as gradients
-            of weights are. Every rank gives the same.
+            has a value of zero; the same on every rank. Its gradient is a partial sum over this rank's
+            queries: all-reduce it, like gradients of weights.
         config: default `BurstConfig()`.
         return_lse: also return the log-sum-exp of the scaled scores.
         return_max_logit: also return, last, the max logits, for qk-clip. Kernels "te" (2.9 and later, in
-            tiles without documents) and "reference" form them in passing; after others, each tile is attended
-            once more, and nothing is sent twice.
-        unknown: none is legal; a name that another package has is answered with what to write here.
+            tiles without documents) and "reference" compute them in the same pass; other kernels compute each
+            tile's scores once more, without more communication.
+        unknown: rejected; the error names our argument for an alias of another package.
 
-    Under torch.autocast q, k, v and a latent are cast, as those of scaled_dot_product_attention.
+    Under torch.autocast q, k, v and a latent are cast, like inputs of scaled_dot_product_attention.
 
     Returns:
         out [batch, local sequence, heads, value_dim] in the dtype of q, and with `return_lse` also lse
         [batch, local sequence, heads] in float32 (float64 for float64 inputs), -inf where a query sees no
-        key, nor has a sink. It is differentiable, on all ranks or none: kernels that do not take D itself
-        then work on 8 more head columns in backward. With `return_max_logit` also [heads] in the dtype of
-        lse, without a gradient: the max logit of each head that this rank formed, softmax_scale q k^T
-        where a query sees a key, before a softcap and without sinks; -inf if none. That of the whole
-        sequence is the maximum over the ranks, which is the caller's to take.
+        key, nor has a sink. lse is differentiable, on all ranks or none: backward of kernels that compute D
+        from O then has 8 more head columns. With `return_max_logit` also [heads] in the dtype of
+        lse, without a gradient: this rank's max logit of each head, the maximum of softmax_scale q k^T
+        where a query sees a key, before a softcap and without sinks; -inf if none. The caller takes the
+        maximum over the ranks.
 
     Raises:
         ValueError: before any communication, this rank's arguments are not legal. After an exchange of a few
-            bytes, another rank's are not, or differ from this rank's. The layout or the mask do not fit the
-            length of the global sequence, which is known only then.
-        RuntimeError: a rank of the ring has gone; the message names the step and hop. After any error in
-            mid-ring later calls on the same process group are refused, on all ranks.
+            bytes, another rank's arguments are not, or differ from this rank's; or the layout or the mask do
+            not fit the length of the global sequence, which is known only then.
+        RuntimeError: a rank of the ring has gone; the message names the step and the message. After any error
+            in mid-ring, later calls on the same process group raise at once, on all ranks.
     """
     config = _CONFIG if config is None else config
     softcap = None if softcap == 0 else softcap  # 0: none, as flash-attn has it
-    wanted = bool(return_lse), bool(return_max_logit)
+    extra_results = bool(return_lse), bool(return_max_logit)
     if torch.compiler.is_compiling():  # the call is checked when the graph runs
         softmax_scale, softcap = (None if x is None else guard_scalar(x) for x in (softmax_scale, softcap))
         telling: AbstractContextManager[None] = nullcontext()
@@ -105,7 +105,7 @@ def burst_attention(
         telling = refusing(agreement_of(topology))
     with telling:
         tensors, rotates = tensors_of(q, k, v, latent, sinks, unknown)
-    options = Options(topology, mask, config, softmax_scale, softcap, *wanted, rotates)
+    options = Options(topology, mask, config, softmax_scale, softcap, *extra_results, rotates)
     out, lse, max_logit = _attended(tensors, options)
     results = [out]
     if return_lse:
@@ -116,7 +116,7 @@ def burst_attention(
 
 
 def _attended(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse and the max logits: by the autograd function, or for a graph by the operator."""
+    """Return out, lse and the max logits, by the autograd function, or in a graph by the custom operator."""
     if torch.compiler.is_compiling():
         if keeps_results():  # torch matches saved tensors of a forward and its recomputation by their order
             out, lse, max_logit = _untraced(tensors, options)
@@ -137,7 +137,7 @@ def _attended(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tenso
 _untraced = torch.compiler.disable(_attended)
 
 _ARGUMENTS = [*burst_attention.__annotations__][:-2]
-"""The names of the arguments: not of what is unknown, nor of the result."""
+"""The names of the legal arguments: without `unknown` and the result."""
 
 
 def tensors_of(
@@ -154,8 +154,8 @@ def tensors_of(
         raise no_argument("burst_attention", unknown, _ARGUMENTS, ours)
     if latent is None:
         if k is None or v is None:
-            missing = " and ".join(name for name, tensor in (("k", k), ("v", v)) if tensor is None)
-            raise ValueError(f"burst_attention needs k and v, or latent=Latent(...), got no {missing}")
+            names = " and ".join(name for name, tensor in (("k", k), ("v", v)) if tensor is None)
+            raise ValueError(f"burst_attention needs k and v, or latent=Latent(...), got no {names}")
         up, rotates = None, "off"
     else:
         if k is not None or v is not None:

@@ -1,8 +1,8 @@
-"""Backward: one side rotates, its gradient a ring step behind; the other side's stays (algorithms 1, 2).
+"""Backward: one side rotates, followed by its gradient; the other side and its gradient stay.
 
+Algorithms 1 (RingAttention) and 2 (BurstAttention) of the BurstEngine paper.
 Letters: B batch, S rows of this rank, P rows of its ring rank, H query heads, D head dim. P is S,
-or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistics lse and delta [B, H, S or
-P].
+or the pooled rows of a head group. Tensors are [B, S or P, H, D], lse and delta [B, H, S or P].
 """
 
 from __future__ import annotations
@@ -40,40 +40,38 @@ def backward(
 
     Args:
         call: the call of the forward.
-        queries: q and lse as on the ring, dout and delta of the rank's own rows.
+        queries: q and lse as on the ring, dout and delta of this rank's rows.
         keys: k and v as on the ring.
-        out: the output of the rank's own rows; it never rotates.
+        out: the output of this rank's rows; the output never rotates.
     """
     own_out: Tensor | None = out
     inward: dict[Kind, Exchange] = {}
     with Lease() as lease:
         if call.route.heads > 1:
-            own, own_out = (queries.dout, queries.delta), None
-            dout, delta = (lease.empty(pooled_like(x, call.head_group), x.dtype, x.device) for x in own)
+            sources, own_out = (queries.dout, queries.delta), None
+            dout, delta = (lease.empty(pooled_like(x, call.head_group), x.dtype, x.device) for x in sources)
             kind = Kind.ROTATING_IN if call.direction == Pass.QUERY else Kind.STAYING_IN
-            inward = {kind: Inward(call.head_group, own, (dout, delta), lease)}
+            inward = {kind: Inward(call.head_group, sources, (dout, delta), lease)}
             queries = queries._replace(dout=dout, delta=delta)
         algorithm = _QueriesRotate if call.direction == Pass.QUERY else _KeysRotate
         return algorithm(call, queries, keys, own_out, lease).run(transport, inward)
 
 
 class _Sides(NamedTuple):
-    """The tensors of both sides of a backward."""
-
     rotating: Buffer
     differentiated: Buffer
-    """The rotating tensors whose gradient rotates behind them."""
+    """The rotating tensors with a gradient, which follows them."""
     staying: Buffer
-    """The tensors of the other side that have a gradient."""
+    """The staying tensors with a gradient."""
 
 
 class _Backward(ABC):
     """The backward of one rank.
 
     Of a tile, with P = exp(S - LSE) and D = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - D),
-    dQ = scale dS K and dK = scale dS^T Q.
+    dQ = scale dS K and dK = scale dS^T Q (the paper's equation 8 and algorithm 2).
 
-    Kernels that read O only to form D get a stand-in where O is not at hand, as it never rotates: a tensor
+    O never rotates. Kernels that read O only to form D get a stand-in for the O of other ranks: a tensor
     with rowsum(dO * stand-in) = D (`output_stand_in`).
     """
 
@@ -82,17 +80,17 @@ class _Backward(ABC):
     def __init__(self, call: Call, queries: Queries, keys: Keys, out: Tensor | None, lease: Lease) -> None:
         self.call, self.lease, self.out = call, lease, out
         self.queries, self.keys, self.blocks = queries, keys, keys.blocks()
-        """As on the ring."""
+        """On the ring: under head x ring, pooled rows of this member's heads."""
         sides = self.sides
         self.own = GradientSums(sides.differentiated)
-        """The gradient of this rank's rotating block: its own share, and the sum of others, once home."""
+        """The gradient of this rank's rotating block: the local part, at the end with the others' sum."""
         self.staying = GradientSums(sides.staying)
         self.pending = PendingGradients()
 
     @property
     @abstractmethod
     def sides(self) -> _Sides:
-        """Return the tensors of the side that rotates, and of the side that stays."""
+        """The tensors of the rotating side and of the staying side."""
 
     @abstractmethod
     def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
@@ -127,14 +125,14 @@ class _Backward(ABC):
         return self.call.kernel.shares(inputs, tile.pattern, scores, queries_rotate=rotate, large=large)
 
     def accumulate(self, sums: Buffer, rows: Rows | None, first: bool, total: Buffer | None) -> None:
-        """Add the pending gradients to the sums of their block, which have arrived from the ring rank before.
+        """Add the pending gradients to the block's sums, received from the previous ring rank.
 
-        Runs once for each block of others, between its compute and the send of the sums. A kernel that adds
-        in place, and not all at once, computes only now: the sums arrived while it computed the other side.
+        Runs once for each block of other ranks, between its compute and the send of the sums. A deferred
+        kernel that adds in place runs only now: the sums arrived while it computed the other side.
 
         Args:
-            first: nobody has added to the sums yet; they are uninitialised.
-            total: where complete sums go, in the pass over memory that adds the last gradients to them.
+            first: the sums are uninitialised: this rank is the first to add to them.
+            total: memory for the complete sums, written in the pass that adds the last gradients.
         """
         running = GradientSums.into(sums, rows, fresh=first)
         self.pending.add_to(running)
@@ -143,8 +141,8 @@ class _Backward(ABC):
     def keep(self, sums: Buffer | None, rows: Rows | None) -> None:
         """Add to the gradient of this rank's own block.
 
-        Runs after the compute of the own block, whose gradients are pending (sums is None), and once for the
-        sums of others that came home.
+        Runs after the block's compute, for the pending gradients (sums is None), and once for the sums of
+        the other ranks, received at the end.
         """
         if sums is None:
             self.pending.add_to(self.own)
@@ -152,19 +150,19 @@ class _Backward(ABC):
             self.own.take((range(sums[0].shape[1]),) if rows is None else rows, sums)
 
     def new(self, kind: Kind, rows: Rows | None) -> Buffer:
-        """Return a buffer for these rows of a rotating block, or of its gradient."""
+        """Return a receive buffer for these rows of a rotating block, or of its gradient."""
         if kind == Kind.DATA:
             return room_like(self.lease, self.sides.rotating, rows)
         dtype = self.call.total_dtype if kind == Kind.TOTAL else self.call.grad_dtype
         return room_like(self.lease, self.sides.differentiated, rows, dtype)
 
     def outward(self) -> Mapping[Kind, Outward]:
-        """Return the exchanges out of the head group, for the gradients that stay and that rotated."""
+        """Return the exchanges of gradients out of the head group, of the staying and the rotating side."""
         q, h = self.queries.q, self.call.route.heads
         batch, pooled, heads, _ = q.shape
         group, shape = self.call.head_group, (batch, pooled // h)
         dq = (q.new_empty((*shape, heads * h, q.shape[-1])),)
-        several = self.call.kv_heads < h  # members share a head: its gradient is their sum
+        several = self.call.kv_heads < h  # members share a K/V head: its gradient is their sum
         new = torch.zeros if several else torch.empty
         dtype = self.call.grad_dtype if several else self.keys.k.dtype
         widths = [x.shape[-1] for x in self.keys.tensors]
@@ -176,7 +174,6 @@ class _Backward(ABC):
         }
 
     def put_staying(self, rows: range, into: Buffer) -> None:
-        """Write the gradients of some rows that stay."""
         self.blocks.settle(self.call.ring_rank, rows)
         self.staying.put(rows, into)
 
@@ -191,12 +188,12 @@ class _QueriesRotate(_Backward):
         return _Sides(self.queries, self.queries[:1], self.keys.tensors)
 
     def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
-        tiles, here = self.call.tiles_of(self.pass_, action), self.call.ring_rank
+        tiles, ring_rank = self.call.tiles_of(self.pass_, action), self.call.ring_rank
         if not tiles:
             return
-        is_own = action.source == here
+        is_own = action.source == ring_rank
         own_keys = Block(None, self.keys.tensors, self.staying)
-        keys = self.blocks.block(here, own_keys, lambda: (range(self.keys.k.shape[1]),))
+        keys = self.blocks.block(ring_rank, own_keys, lambda: (range(self.keys.k.shape[1]),))
         queries = Block(rows, received, self.pending, self.out if is_own else None)
         if len(tiles) > 1:
             queries = self.with_output(queries, tiles)
@@ -207,7 +204,7 @@ class _QueriesRotate(_Backward):
             del dq, dkv  # their memory is free before the next launch
 
     def with_output(self, queries: Block, tiles: Tiles) -> Block:
-        """Return received queries with a stand-in for O, made once for all tiles, if the kernel reads O."""
+        """Return received queries with a stand-in for O, for all tiles, if the kernel reads O."""
         if self.call.kernel.takes_delta or queries.out is not None:
             return queries
         _, dout, delta, _ = queries.tensors
@@ -217,7 +214,7 @@ class _QueriesRotate(_Backward):
         return queries._replace(out=stand_in)
 
     def is_large(self, keys: Block, tile: Tile) -> bool:
-        """Return whether dK and dV of a tile are large, so that they are added at once."""
+        """Return whether dK and dV of a tile are large: they are then added at once, not kept pending."""
         k = keys.tensors[0]
         large = 4 * min(tile.pattern.shape) > k.shape[1] and k.nbytes > GradientSum.waiting_bytes
         return large and all([len(x) == x[0].step == 1 for x in tile[:2]])
@@ -235,7 +232,7 @@ class _KeysRotate(_Backward):
     def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
         tiles = self.call.tiles_of(self.pass_, action)
         if tiles:
-            all_are_here = action.part is None  # else rows of other members of the head group may still come
+            all_are_here = action.part is None  # else rows of other members of the head group may be missing
             if self.out is None and all_are_here and not self.call.kernel.takes_delta:
                 self.out = output_stand_in(self.queries.dout, self.queries.delta)  # for all blocks
             queries = Block(None, self.queries, self.staying, self.out)

@@ -36,19 +36,19 @@ class Call:
     rank: int
     route: Route
     plan: Plan
-    """Which rows meet which, by ring ranks of the route."""
+    """The query-key pairs of each pair of ring ranks."""
     scores: Scores
     problem: Problem
-    """The shapes and options that the kernel serves."""
+    """The shapes and options that the kernel supports."""
     kernel: Kernel
     direction: Pass
     """The backward pass: QUERY or KV, the side that rotates."""
     grad_dtype: torch.dtype
     kv_heads: int
-    """K/V heads in all, as they rotate: one where the latent does."""
+    """K/V heads in all, as they rotate: 1 if the latent rotates."""
     latent_rotates: bool = False
     lse_at_home: bool = False
-    """Whether lse, too, goes back to the rank that owns its rows, under head x ring."""
+    """Whether lse, too, returns to the rank that owns its rows, under head x ring."""
     _bound: dict[Pass, Bound] = field(default_factory=dict, init=False, repr=False, compare=False)
     _tiles: dict[object, tuple[Tile, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -57,16 +57,16 @@ class Call:
     _prepared: set[object] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def variant(self, key: object, fields: Callable[[], dict[str, Any]]) -> Call:
-        """Return the call with other fields, made once for each key: with its own programs and tiles."""
+        """Return the call with other fields, cached by key, with programs and tiles of its own."""
         if key not in self._variants:
             self._variants[key] = replace(self, **fields())
         return self._variants[key]
 
     @cached_property
     def total_dtype(self) -> torch.dtype:
-        """The smaller of the dtypes of q and of sums: a complete gradient makes its last hop in it.
+        """The dtype of a complete gradient's last message: the smaller of the dtypes of q and of sums.
 
-        Where members of a head group share a K/V head, their gradients of it are still to be summed.
+        Where members of a head group share a K/V head, their gradients of the head are still to be summed.
         """
         several = self.kv_heads < self.route.heads and self.direction == Pass.KV
         smaller = self.problem.dtype.itemsize <= self.grad_dtype.itemsize
@@ -74,7 +74,7 @@ class Call:
 
     @cached_property
     def ring_rank(self) -> int:
-        """The ring rank of this rank, or of its head group, on the ring."""
+        """The ring rank of this rank, or of its head group."""
         return self.route.placement.ring_rank(self.rank)
 
     @cached_property
@@ -89,12 +89,12 @@ class Call:
 
     @cached_property
     def head_group(self) -> HeadGroup:
-        """The ranks that share heads with this one."""
+        """The ranks that share heads with this rank."""
         rows = (self.plan.member_rows(self.ring_rank, member) for member in range(self.route.heads))
         return HeadGroup(self.member, tuple(rows))
 
     def keys_met(self, source: int) -> Rows:
-        """Return the rows of keys of a ring rank that the queries here meet."""
+        """Return the key rows of a ring rank that this rank's queries attend to."""
         return spans(tuple([tile.k for tile in self.tiles(self.ring_rank, source)]))
 
     def program(self, pass_: Pass) -> Program:
@@ -116,7 +116,7 @@ class Call:
         k_part: int | None = None,
         keys_stay: bool = False,
     ) -> Tiles:
-        """Return where the queries of one ring rank, or of a member there, meet the keys of another.
+        """Return the tiles of the queries of one ring rank, or one of its members, and the keys of another.
 
         keys_stay: as in `Plan.pieces`.
         """
@@ -141,11 +141,11 @@ class Call:
         """Return the tiles of one compute of a pass."""
         key = pass_, action.source, action.part
         if key not in self._tiles:
-            here = self.ring_rank
+            ring_rank = self.ring_rank
             if pass_ == Pass.QUERY:
-                self._tiles[key] = self.tiles(action.source, here, k_part=action.part, keys_stay=True)
+                self._tiles[key] = self.tiles(action.source, ring_rank, k_part=action.part, keys_stay=True)
             else:
-                self._tiles[key] = self.tiles(here, action.source, q_part=action.part)
+                self._tiles[key] = self.tiles(ring_rank, action.source, q_part=action.part)
         return self._tiles[key]
 
     @cached_property
@@ -175,32 +175,32 @@ class Keys(NamedTuple):
     k: Tensor
     v: Tensor
     blocks: Callable[[], KeyBlocks] = KeyBlocks
-    """Makes K and V of the blocks of a pass, where something else rotates for them."""
+    """Makes K and V of the blocks of a pass: from the latent, if it rotates."""
 
     @property
     def tensors(self) -> Buffer:
-        """What rotates."""
+        """The rotating tensors."""
         return self.k, self.v
 
 
 class Attended(NamedTuple):
-    """The results of a forward, and the tensors that its backward needs besides."""
+    """The results of a forward, and the other tensors that its backward needs."""
 
     out: Tensor
     """[B, S, H, D]."""
     lse: Tensor | None
-    """[B, H, S]; under head x ring only if the call wants it at home."""
+    """[B, H, S]; under head x ring only with `Call.lse_at_home`."""
     q: Tensor
-    """q, k, v and lse as they are on the ring: rows pooled, heads shared."""
+    """q, k, v and lse as on the ring: under head x ring, pooled rows of this member's heads."""
     k: Tensor
     v: Tensor
     ring_lse: Tensor
     max_logit: Tensor | None = None
-    """[H], if the call wants it: the max logit that this rank formed, -inf of heads of other members."""
+    """[H], if requested: the max logits of this rank's scores, -inf for heads of other members."""
 
 
 def sendable(call: Call, block: Buffer) -> Buffer:
-    """Return the block contiguous, as messages must be, if the ring has other ring ranks."""
+    """Return the block, contiguous if it is to be sent: messages must be contiguous."""
     if call.route.ring_size == 1:
         return tuple(block)
     return tuple([tensor.contiguous() for tensor in block])

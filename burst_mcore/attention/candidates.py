@@ -1,6 +1,6 @@
-"""The candidates of a call: routes that ranks, shapes and settings allow, and what the rule asks of each.
+"""The candidates of a call: routes that ranks, shapes and settings allow, and the input of the rule.
 
-A `Question` is a call as the rule sees it; calls of one kind share a representative, which is counted once.
+A `Question` has all facts of a call that the rule uses; similar calls share a representative, counted once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from burst_mcore.mask.terms import Documents, Window
 from burst_mcore.rates import Rates
 
 MANY = 64
-"""Ranks beyond which a ring repeats its steps: it is counted on fewer nodes."""
+"""The number of ranks above which a ring repeats its steps, so that fewer nodes are counted."""
 RINGS = LEGAL_RINGS[1:]  # all but "auto"
 SEARCHED = ("double", "direct")
-"""The rings that a call searches with "auto"; a flat one gains nothing more: docs/evidence/decisions.md."""
+"""The rings that "auto" searches; a flat ring has no further gain: docs/evidence/decisions.md."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the ranks are, `size` in all and `intra` on each node: a Topology without its process groups."""
+    """The number of ranks, `size` in all and `intra` on each node: a Topology without process groups."""
 
     size: int
     intra: int
@@ -57,9 +57,9 @@ def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
 
 
 def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False) -> Route:
-    """Return the route where `degree` ranks share heads: neighbours, or one of each ring (`outer`).
+    """Return the route of `degree` ranks that share heads: neighbours, or one rank of each ring (`outer`).
 
-    ring: "double", "flat" or "direct". Where nodes do not cut the ring into equal parts, it is flat.
+    ring: "double", "flat" or "direct". A double ring that nodes cut into unequal parts becomes flat.
     """
     ring_size, outer = ranks.size // degree, outer and 1 < degree < ranks.size
     if ring == "direct":
@@ -68,17 +68,17 @@ def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: boo
     return Route(nodes, ring_size // nodes, degree, overlap, outer=outer)
 
 
-def _nodes_of_ring(ring_size: int, apart: int, intra: int) -> int:
-    """Return over how many nodes a ring goes whose ring ranks are `apart` ranks from each other."""
-    if apart % intra == 0:
+def _nodes_of_ring(ring_size: int, spacing: int, intra: int) -> int:
+    """Return the number of nodes of a ring with ring ranks `spacing` ranks from each other."""
+    if spacing % intra == 0:
         return ring_size
-    return ring_size * apart // intra if intra % apart == 0 and ring_size * apart % intra == 0 else 1
+    return ring_size * spacing // intra if intra % spacing == 0 and ring_size * spacing % intra == 0 else 1
 
 
 def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
-    """Return whether members of a head group may be neighbours (False), far apart (True), or both.
+    """Return the placements of a head group's members to try: neighbours (False), far apart (True), or both.
 
-    setting: `BurstConfig.head_placement`. "auto" tries groups over several nodes where there are such nodes.
+    setting: `BurstConfig.head_placement`. With several nodes "auto" tries groups over several nodes.
     """
     if degree in (1, ranks.size) or setting == "inner":
         return (False,)
@@ -88,10 +88,10 @@ def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
 
 
 def searched_rings(setting: str, ranks: Ranks) -> tuple[str, ...]:
-    """Return the rings that a setting of `BurstConfig.ring` leaves to choose from."""
+    """Return the rings that a setting of `BurstConfig.ring` allows."""
     if setting != "auto":
         return (setting,)
-    # The ring of two ranks is their direct exchange, but that gradients come home in a dtype no wider.
+    # With two ranks ring and direct exchange differ only in the dtype of gradients, narrower on the ring.
     return SEARCHED if ranks.size > 2 else SEARCHED[:1]
 
 
@@ -111,7 +111,7 @@ def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ..
 
 
 class Family(IntEnum):
-    """The kinds of ways between which "auto" chooses, the plainest first: equally fast, the first wins."""
+    """The kinds of candidates of "auto", the plainest first: at a tie the first wins."""
 
     RING = 0
     HEADS_WITHIN = 1
@@ -120,7 +120,7 @@ class Family(IntEnum):
 
     @classmethod
     def of(cls, route: Route, intra: int) -> Family:
-        """Return the last word that a route needs; intra: ranks of a node."""
+        """Return the most complex feature that a route uses; intra: ranks of a node."""
         if route.heads > 1 and route.size > intra and (route.outer or intra % route.heads):
             return cls.HEADS_ACROSS
         if route.direct:
@@ -130,10 +130,10 @@ class Family(IntEnum):
 
 @dataclass(frozen=True)
 class Question:
-    """All of a call that its time depends on, but for settings. Answers are cached by questions."""
+    """The facts about a call that decide its time, without settings; the cache key of decisions."""
 
     shard: Shard
-    """The shapes of a rank."""
+    """The shapes of a rank's shard."""
     layout: Layout
     """Of the sequence."""
     mask: Mask
@@ -146,12 +146,12 @@ class Question:
 
     @property
     def typical(self) -> Question:
-        """The representative of all questions whose layout and mask are of one kind."""
+        """The representative of all questions with a layout and a mask of the same kind."""
         layout, mask = _typical(self.layout, self.mask, self.n, self.ranks.size)
         return replace(self, layout=layout, mask=mask)
 
     def with_latent(self, rotates: bool) -> Question:
-        """Return the question where the latent rotates, or K and V."""
+        """Return the question with a rotating latent (True), or rotating K and V (False)."""
         return replace(self, shard=replace(self.shard, latent_rotates=rotates))
 
     @property
@@ -162,12 +162,12 @@ class Question:
         return min(bounds + ([] if ends is None else [int(ends.diff().max())]), default=None)
 
     def shortened(self, degrees: Sequence[int]) -> Question:
-        """Return the same question on fewer nodes, if steps of a ring are alike; degrees: of heads to try."""
+        """Return the question on fewer nodes, if a ring's steps are alike; degrees: of head parallelism."""
         intra, tokens = self.ranks.intra, self.shard.tokens
-        least = max(MANY, 4 * max(degrees), 2 * (self.reach or 0) / tokens)
+        minimum = max(MANY, 4 * max(degrees), 2 * (self.reach or 0) / tokens)
         alike = all(isinstance(term, (Window, Documents)) for term in self.mask.terms)
         fits = (size for size in range(intra, self.ranks.size, intra) if self.ranks.size % size == 0)
-        size = next((x for x in fits if x >= least and not any(x % each for each in degrees)), None)
+        size = next((x for x in fits if x >= minimum and not any(x % each for each in degrees)), None)
         if not alike or size is None or self.layout.kind in ("chunks", "zigzag-documents"):
             return self
         n, mask, ends = tokens * size, self.mask, self.mask.document_ends
@@ -178,7 +178,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of `BurstConfig` that are combined; of those left open, all that are tried."""
+    """The values to try of each setting of `BurstConfig`."""
 
     overlap: bool
     rings: tuple[str, ...]
@@ -189,7 +189,7 @@ class Settings:
 
 
 def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None) -> Settings:
-    """Return the settings that a configuration leaves open."""
+    """Return the values of settings that a configuration allows."""
     every = Pass.QUERY, Pass.KV
     return Settings(
         overlap=config.overlap,
@@ -201,14 +201,14 @@ def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...
 
 
 def routes(question: Question, settings: Settings) -> dict[Route, str]:
-    """Return the routes that settings allow, each with its ring's word."""
+    """Return the routes that settings allow, each with its option of `BurstConfig.ring`."""
     ranks, words = question.ranks, dict[Route, str]()
     for degree in settings.degrees:
-        # It does not pay to compute member by member where nothing would be hidden.
+        # Compute member by member only where it hides a message.
         hides = settings.overlap and (question.rates.hidden or degree < ranks.size or degree == 1)
         for outer, ring in product(placements(settings.placement, degree, ranks), settings.rings):
             if ring == "flat" and "double" in settings.rings and degree >= ranks.intra and not outer:
-                continue  # between nodes that share all heads the two are one
+                continue  # the same route: each node shares all heads
             words.setdefault(route_for(degree, ranks, ring=ring, overlap=hides, outer=outer), ring)
     return words
 
@@ -217,9 +217,9 @@ def routes(question: Question, settings: Settings) -> dict[Route, str]:
 def _typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mask]:
     """Return the representative of a kind of layout and mask.
 
-    Documents are replaced by others, the same for all of a kind. They are about as long as a typical token's
-    document, to a power of two. Their lengths differ, so that they end anywhere in a rank's share, as real
-    ones do. The chunks of a layout that was made for documents are sharded in turn.
+    All documents of a kind are replaced by the same documents, about as long as a typical token's document,
+    rounded to a power of two. Their lengths differ, so that they end anywhere in a rank's shard, like real
+    documents. The chunks of a layout for documents are sharded in turn.
     """
     ends = mask.document_ends
     if ends is None:
@@ -237,18 +237,18 @@ def _typical(layout: Layout, mask: Mask, n: int, size: int) -> tuple[Layout, Mas
 
 
 def _uneven(n: int, length: int) -> Tensor:
-    """Return cu_seqlens of documents of half to one and a half times `length`; always the same."""
-    several = torch.randint(length // 2, length + length // 2 + 1, (2 * n // length + 2,),
+    """Return cu_seqlens of documents of random lengths, 0.5 to 1.5 times `length`, with a fixed seed."""
+    lengths = torch.randint(length // 2, length + length // 2 + 1, (2 * n // length + 2,),
                             generator=torch.Generator().manual_seed(0))  # fmt: skip
-    ends = several.clamp(min=1).cumsum(0)
+    ends = lengths.clamp(min=1).cumsum(0)
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends[ends < n], torch.tensor([n])])
 
 
 def kernel_seconds(shard: Shard, pass_: Pass, rates: Rates, pairs: Tensor) -> Tensor:
-    """Return the seconds of kernel calls and of the passes over memory around them, by their pairs.
+    """Return the seconds of kernel calls and of their passes over memory, by their query-key pairs.
 
-    Rows that take part are taken to be the side of a triangle with as many pairs. A latent that rotates is
-    expanded for each block.
+    The rows of a call are estimated as sqrt(2 pairs), the side of a triangle with as many pairs. A rotating
+    latent is expanded for each block.
     """
     forward, heads = pass_ == Pass.FORWARD, shard.batch * shard.heads
     rate = rates.compute if forward else rates.backward or rates.compute
@@ -266,7 +266,7 @@ def kernel_seconds(shard: Shard, pass_: Pass, rates: Rates, pairs: Tensor) -> Te
 
 
 def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds to expand the latent of one token of each batch, in backward with its gradients."""
+    """Return the seconds to expand the latent of one token of each sequence, in backward with gradients."""
     if shard.latent is None:
         return 0.0
     products = 1 if pass_ == Pass.FORWARD else 3  # of K and V; of the latent's and of the weights'

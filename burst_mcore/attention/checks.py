@@ -1,4 +1,4 @@
-"""Refuses illegal arguments: those of one rank before the ranks have met, and the lengths of all after."""
+"""Validation of arguments: of one rank before any communication, and of all ranks' lengths after it."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ TENSOR = "[batch, local sequence, heads, head_dim] without empty dimensions"
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, may_be_empty: bool) -> None:
-    """Refuse shapes, dtypes and devices of q, k and v; may_be_empty: the rank may hold no token."""
+    """Check shapes, dtypes and devices of q, k and v; may_be_empty: the rank may hold no token."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, TENSOR, may_be_empty)
-    of_q, of_k, of_v, wrong = q.shape, k.shape, v.shape, None
+    of_q, of_k, of_v, problem = q.shape, k.shape, v.shape, None
     if not of_q[:2] == of_k[:2] == of_v[:2]:
-        wrong = "q, k, v must have the same batch and local sequence"
+        problem = "q, k, v must have the same batch and local sequence"
     elif of_k[2] != of_v[2] or of_q[2] % of_k[2]:
-        wrong = "k and v must have the same number of heads, and it must divide that of q"
+        problem = "k and v must have the same number of heads, and it must divide that of q"
     elif of_q[3] != of_k[3]:
-        wrong = "q and k must have the same head_dim"
-    if wrong:
-        raise ValueError(f"{wrong}, got q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}")
+        problem = "q and k must have the same head_dim"
+    if problem:
+        raise ValueError(f"{problem}, got q {tuple(of_q)}, k {tuple(of_k)}, v {tuple(of_v)}")
     _check_alike("q, k, v", (q, k, v))
 
 
 def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, *, may_be_empty: bool) -> None:
-    """Refuse a latent that does not go with q; k: [B, S, 1, R], v: [B, S, 1, Dr]."""
+    """Check that a latent fits q; k: [B, S, 1, R], v: [B, S, 1, Dr]."""
     _check_tensor("q", q, TENSOR, may_be_empty)
     for name, x, width in (("latent.compressed", k, "R"), ("latent.rope_key", v, "Dr")):
-        wanted = f"[batch, local sequence, 1, {width}] without empty dimensions"
-        _check_tensor(name, x, wanted, may_be_empty)
+        shape = f"[batch, local sequence, 1, {width}] without empty dimensions"
+        _check_tensor(name, x, shape, may_be_empty)
     check_dense("latent.weight", up)
-    fits, wrong = up.dim() == 3 and up.shape[:2] == (q.shape[2], k.shape[3]), None
+    fits, problem = up.dim() == 3 and up.shape[:2] == (q.shape[2], k.shape[3]), None
     if not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] != 1 or v.shape[2] != 1:
-        wrong = (
+        problem = (
             "q, latent.compressed [B, S, R] and latent.rope_key [B, S, 1, Dr] must have the same batch and "
             "local sequence"
         )
     elif not fits or not v.shape[3] < q.shape[3] or not up.shape[2] > q.shape[3] - v.shape[3]:
-        wrong = "latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr"
-    if wrong:
+        problem = "latent.weight must be [heads of q, R, Dk + Dv] with Dk = head_dim - Dr"
+    if problem:
         raise ValueError(
-            f"{wrong}, got q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key "
+            f"{problem}, got q {list(q.shape)}, compressed {list(k.shape[:2] + k.shape[3:])}, rope_key "
             f"{list(v.shape)}, weight {list(up.shape)}"
         )
     _check_alike("q and the latent", (q, k, v, up))
@@ -71,7 +71,7 @@ def _check_tensor(name: str, x: Tensor, wanted: str, may_be_empty: bool) -> None
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """Refuse tensors that hold their numbers in another way than strided memory, and tangents."""
+    """Check that a tensor is dense (strided) and has no tangent."""
     if x.is_nested:
         raise ValueError(
             f"{name} is a nested tensor: give its sequences one after another, as one [1, all tokens, ...], "
@@ -89,7 +89,7 @@ def check_dense(name: str, x: Tensor) -> None:
 
 
 def _check_alike(names: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse several dtypes or devices, and a dtype that no kernel takes."""
+    """Check that tensors share one device and one supported dtype."""
     if len({x.dtype for x in tensors}) > 1 or tensors[0].dtype not in DTYPES.values():
         raise ValueError(
             f"{names} must have one dtype, of {_joined(DTYPES.values())}; got "
@@ -104,7 +104,7 @@ def _joined(values: Iterable[object]) -> str:
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Refuse sinks that are not a number for each head of q, on its device."""
+    """Check that sinks are [heads of q], floating point, on the device of q."""
     if sinks is None:
         return
     if isinstance(sinks, Tensor):
@@ -119,7 +119,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 def check_settings(
     mask: Mask, config: BurstConfig, softmax_scale: float | None, softcap: float | None, rotates: str
 ) -> None:
-    """Refuse other things than a mask and a config, and numbers that scores cannot be multiplied by."""
+    """Check the types of mask and config, and the values of numbers and options."""
     if not isinstance(config, BurstConfig):
         raise ValueError(f"config must be a BurstConfig, got {brief(config)}")
     if not isinstance(mask, Mask):
@@ -138,7 +138,7 @@ def _nearest(mask: object) -> str:
 
 
 def no_topology(topology: object) -> ValueError:
-    """Return the error of a call with something else than a topology."""
+    """Return the error of a call with a topology of another type."""
     return ValueError(
         f"topology must be a Topology, got {brief(topology)}: Topology.from_group(group), of a "
         f"DeviceMesh mesh.get_group(), or Topology.single()"
@@ -146,11 +146,11 @@ def no_topology(topology: object) -> ValueError:
 
 
 def check_parts(latent: Latent) -> None:
-    """Refuse other things than a latent of tensors, compressed to [B, S, R]."""
+    """Check that a latent has three tensors, with `compressed` [B, S, R]."""
     if not isinstance(latent, Latent) or not all(isinstance(x, Tensor) for x in latent[:3]):
         parts = latent[:3] if isinstance(latent, Latent) else (latent,)
-        got = ", ".join(type(part).__name__ for part in parts)
-        raise ValueError(f"latent must be a Latent(compressed, rope_key, weight) of tensors, got {got}")
+        types = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(f"latent must be a Latent(compressed, rope_key, weight) of tensors, got {types}")
     check_dense("latent.compressed", latent.compressed)
     if latent.compressed.dim() != 3:
         raise ValueError(
@@ -159,18 +159,18 @@ def check_parts(latent: Latent) -> None:
 
 
 def no_group(topology: Topology, device: str) -> ValueError:
-    """Return the error of a call on a ring that has no process group for this device."""
+    """Return the error of a call on a ring without a process group for this device."""
     if topology.communicators is None:
         return ValueError(f"a ring of {topology.size} ranks needs its process group: Topology.from_group")
-    wanted = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
+    backend = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
     return ValueError(
-        f"{device} tensors need a process group with {wanted}, got {topology.communicators.backends}"
+        f"{device} tensors need a process group with {backend}, got {topology.communicators.backends}"
     )
 
 
 @lru_cache(maxsize=1024)
 def check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
-    """Refuse lengths of ranks that are not those which the layout shards."""
+    """Check that the ranks' lengths are the lengths of the layout's shards."""
     n, size = sum(lengths), len(lengths)
     if n < 1:
         raise ValueError("the sequence is empty: no rank holds a token")
@@ -184,7 +184,7 @@ def check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
 
 
 def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
-    """Return how many of n tokens each rank holds; ValueError as `Layout.padded`."""
+    """Return the number of tokens of each rank, of n in all; ValueError as `Layout.padded`."""
     rank, start, stop, step = layout.run_table(n, size).unbind(1)
     of_run = -((start - stop.clamp(max=n)) // step)
     lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run.clamp(min=0))

@@ -1,8 +1,8 @@
-"""The rule by which a call runs: a bound of each way from counted pairs and bytes, the plainest of the best.
+"""The rule by which a call runs: the plainest of the candidates with the best lower bound of time.
 
-A pass is bound step by step: a step takes as long as its kernel, or as its messages if these are longer. A
-message starts when both of its ends have come to its step. All is counted from who reads which rows; nothing
-is played. `burst_plan` simulates the same ways, and says by how much the rule is behind.
+The bound of a pass is the sum over its steps of max(kernel seconds, message seconds). A message starts when
+both of its ends have reached its step. Pairs and bytes are counted from the plan's remote rows, without a
+simulation. `burst_plan` simulates the same candidates, and prints the loss of the rule.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ logger = logging.getLogger("burst_mcore")
 AS_FAST = 1.05
 """Candidates within this factor of the fastest count as equally fast: the model's median error is 6.6 %."""
 COPIES = 4
-"""Times that a byte of an all-to-all passes the memory of a rank: packed and unpacked, read and written."""
+"""Memory accesses for a byte of an all-to-all: packed and unpacked, each read and written."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run a call (ring, route, backward pass), and its predicted cost."""
+    """A plan of a call (ring, route, backward pass), and its predicted cost."""
 
     ring: str
     route: Route
     direction: Pass
     forward_seconds: float
     backward_seconds: float
-    """Time at which the slowest rank ends."""
+    """Seconds until the slowest rank ends."""
     compute_seconds: float
-    """Time of the kernel alone, on the busiest rank."""
+    """Seconds of the kernel alone, on the busiest rank."""
     intra_bytes: int
     inter_bytes: int
-    """Sent in forward and backward by a rank, on average."""
+    """Mean bytes that a rank sends in forward and backward."""
     family: Family
 
     @property
@@ -71,10 +71,10 @@ class Candidate:
 def best(costed: Sequence[Candidate]) -> Candidate:
     """Return the plainest of the candidates that are as fast as the fastest (`AS_FAST`).
 
-    A ring is plainer than heads that a node shares. Then come a direct exchange and heads that cross nodes
-    (`Family`). A double ring comes before a flat one. Of ways as plain the one with the fewest bytes
-    between nodes wins, then within. So backward sends the side with fewer bytes; if both have as many,
-    queries, the paper's choice. A causal ring is mirrored: more rows stay at home, and peak memory is less.
+    A ring is plainer than head parallelism within a node; then come a direct exchange and head parallelism
+    across nodes (`Family`). A double ring is plainer than a flat ring. A tie goes to the fewest bytes between
+    nodes, then within nodes. So backward sends the side with fewer bytes; at a tie queries, the paper's
+    choice. A causal ring is mirrored: more rows stay at home, and peak memory is lower.
     """
     fastest = min(candidate.seconds for candidate in costed)
     return min((c for c in costed if c.seconds <= AS_FAST * fastest), key=_order)
@@ -82,14 +82,14 @@ def best(costed: Sequence[Candidate]) -> Candidate:
 
 def _order(c: Candidate) -> tuple[float, ...]:
     route = c.route
-    # On a ring of one "kv" can start before all of dO has arrived.
+    # On a ring of one rank "kv" can start before all of dO has arrived.
     second = (c.direction == Pass.QUERY) == (route.ring_size == 1)
-    sent = c.inter_bytes, c.intra_bytes
-    return (c.family, c.ring == "flat", *sent, route.heads, route.outer, second, route.mirrored)
+    bytes_sent = c.inter_bytes, c.intra_bytes
+    return (c.family, c.ring == "flat", *bytes_sent, route.heads, route.outer, second, route.mirrored)
 
 
 class Decision(NamedTuple):
-    """How a call runs."""
+    """The chosen route and options of a call."""
 
     route: Route
     direction: Pass
@@ -97,10 +97,10 @@ class Decision(NamedTuple):
 
 
 def decide(config: BurstConfig, question: Question, rotates: str = "off") -> Decision:
-    """Return how a call runs: the only entry from a call, decided and logged once for each kind of question.
+    """Return the decision for a call, made and logged once for each kind of question.
 
     Args:
-        rotates: `Latent.rotates`; without a latent it does not matter.
+        rotates: `Latent.rotates`; ignored without a latent.
     """
     rotates = rotates if question.shard.latent is not None else "off"
     return _of_kind(question.typical, settings_of(config, question), rotates)
@@ -112,41 +112,41 @@ def _of_kind(question: Question, settings: Settings, rotates: str) -> Decision:
     direction, *sides = settings.directions
     if question.ranks.size == 1 or not (others or sides or route.has_mirror or rotates == "auto"):
         return Decision(route, direction, rotates == "on")
-    asked = [question.with_latent(each) for each in (False, True) if rotates in ("auto", ("off", "on")[each])]
-    chosen = [best(candidates(each, settings)) for each in asked]
-    latent = chosen[-1]  # may not be slower than K and V; if both are as fast, `best` decides
-    gains = rotates == "auto" and latent.seconds <= chosen[0].seconds and best(chosen) is latent
-    way = latent if gains else chosen[0]
-    kernel = way.compute_seconds
+    forms = [question.with_latent(each) for each in (False, True) if rotates in ("auto", ("off", "on")[each])]
+    bests = [best(candidates(each, settings)) for each in forms]
+    latent = bests[-1]  # chosen if it is not slower than K and V, and `best` prefers it
+    gains = rotates == "auto" and latent.seconds <= bests[0].seconds and best(bests) is latent
+    plan = latent if gains else bests[0]
+    kernel = plan.compute_seconds
     logger.info(
-        "%s, backward %s: counted %.3g s, kernel %.3g s", way.route, way.direction, way.seconds, kernel
+        "%s, backward %s: counted %.3g s, kernel %.3g s", plan.route, plan.direction, plan.seconds, kernel
     )
-    return Decision(way.route, way.direction, gains or rotates == "on")
+    return Decision(plan.route, plan.direction, gains or rotates == "on")
 
 
 def candidates(question: Question, settings: Settings) -> list[Candidate]:
-    """Return every way that settings leave, rings both ways round, with counted seconds and bytes."""
-    few, intra, costed = question.shortened(settings.degrees), question.ranks.intra, list[Candidate]()
-    pairs = pairs_between(few.layout, few.mask, few.n, few.ranks.size)
-    # Where only neighbours meet, the other steps of a longer ring are messages alone.
-    longer = 1.0 if question.reach is None else question.ranks.size / few.ranks.size
-    counts_of = cache(partial(_Counts, few, pairs, longer))
-    both = zip(routes(few, settings).items(), routes(question, settings), strict=True)
+    """Return all candidates of the settings, rings in both directions, with counted seconds and bytes."""
+    short, intra, costed = question.shortened(settings.degrees), question.ranks.intra, list[Candidate]()
+    pairs = pairs_between(short.layout, short.mask, short.n, short.ranks.size)
+    # With windows the additional steps of a longer ring only carry messages.
+    longer = 1.0 if question.reach is None else question.ranks.size / short.ranks.size
+    counts_of = cache(partial(_Counts, short, pairs, longer))
+    both = zip(routes(short, settings).items(), routes(question, settings), strict=True)
     for (route, ring), whole in both:
         counts = counts_of(route.placement)
-        counted = cache(partial(_Counted, counts))
+        count_pass = cache(partial(_Counted, counts))
         turns = (False, True) if route.has_mirror and not counts.plan.everything else (False,)
         for side, turn in itertools.product(settings.directions, turns):
-            way = replace(route, mirrored=turn)
-            there, back = counted(way, Pass.FORWARD), counted(way, side)
-            within, between = (there.sent + back.sent).tolist()
+            variant = replace(route, mirrored=turn)
+            forward_pass, backward_pass = count_pass(variant, Pass.FORWARD), count_pass(variant, side)
+            within, between = (forward_pass.sent + backward_pass.sent).tolist()
             candidate = Candidate(
                 ring=ring,
                 route=replace(whole, mirrored=turn),
                 direction=side,
-                forward_seconds=there.seconds,
-                backward_seconds=back.seconds,
-                compute_seconds=there.busiest + back.busiest,
+                forward_seconds=forward_pass.seconds,
+                backward_seconds=backward_pass.seconds,
+                compute_seconds=forward_pass.busiest + backward_pass.busiest,
                 intra_bytes=round(within),
                 inter_bytes=round(between),
                 family=Family.of(whole, intra),
@@ -156,11 +156,11 @@ def candidates(question: Question, settings: Settings) -> list[Candidate]:
 
 
 class _Counts:
-    """What ring ranks compute and read, of each other.
+    """The counted work and remote rows of each pair of ring ranks.
 
     Attributes:
-        pairs: of queries and keys, [ring ranks, members, ring ranks, members].
-        read: rows that readers read of owners, [owners, readers]; of keys, then of queries.
+        pairs: query-key pairs, [ring ranks, members, ring ranks, members].
+        read: the number of remote rows, [owners, readers]; of keys, then of queries.
     """
 
     def __init__(self, question: Question, pairs: Tensor, longer: float, placement: Placement) -> None:
@@ -177,7 +177,7 @@ class _Counts:
 
 
 class _Counted:
-    """A pass over a route: its seconds, and the bytes that a rank sends."""
+    """The seconds of a pass over a route, and the bytes that a rank sends."""
 
     def __init__(self, counts: _Counts, route: Route, pass_: Pass) -> None:
         question, self.placement, of_queries = counts.question, counts.placement, pass_ == Pass.QUERY
@@ -187,21 +187,21 @@ class _Counted:
         self.overlap = route.overlap and self.rates.hidden  # else messages take the cores that compute
         self.size = message_bytes(shard, route, pass_)
         self.sent = torch.zeros(2, dtype=torch.float64)
-        """Within nodes, and between them."""
+        """Bytes within nodes, and between nodes."""
         self.here = torch.arange(route.ring_size)
         self.rank = self.placement.rank(self.here, 0)
         self.node = self.rank // self.intra
         self.read = counts.read[of_queries].clone().fill_diagonal_(0) / counts.plan.rows
-        """Shares of blocks that rotate, [owners, readers]."""
+        """The remote shares of rotating blocks, [owners, readers]."""
         pairs = (counts.pairs.permute(2, 3, 0, 1) if of_queries else counts.pairs).sum(3)
         self.work = kernel_seconds(pooled, pass_, self.rates, pairs.sum(1))
         """Seconds of the kernel, [ring ranks, sources]."""
         self.by_member = kernel_seconds(pooled, pass_, self.rates, pairs).sum(1)
-        """The same where the rows that stay are computed member by member."""
+        """The same, with staying rows computed member by member."""
         self.busiest = float(self.work.sum(1).max())
         device = float((self._direct() if route.direct else self._ring()).max())
         device += self._exchange(Kind.ROTATING_IN) + self._exchange(Kind.ROTATING_OUT)
-        if route.overlap:  # messages lengthen the kernels that run beside them
+        if route.overlap:  # messages slow concurrent kernels down
             links = torch.tensor([self.rates.link(inter=False), self.rates.link(inter=True)])
             device += self.rates.slowdown * float((self.sent / links).sum())
         if not shard.latent_rotates or of_queries:
@@ -210,34 +210,34 @@ class _Counted:
         self.seconds = max(device, calls * self.rates.call)  # the host runs ahead
 
     def _hop(self, source: Tensor, size: Tensor, members: int = 0) -> Tensor:
-        """Return the seconds of messages from these ring ranks, by their bytes; -inf where there are none."""
+        """Return the seconds of messages from these ring ranks, by their bytes; -inf without a message."""
         inter = self.node[source] != self.node
         self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
         within = torch.full(inter.shape, 1 / self.rates.link(inter=False), dtype=torch.float64)
         for group, rate in self.rates.levels:
-            apart = self.rank[source] // group != self.rank // group
-            within = torch.where(apart, within.clamp(min=1 / rate), within)
+            crosses = self.rank[source] // group != self.rank // group
+            within = torch.where(crosses, within.clamp(min=1 / rate), within)
         within *= max(1.0, members / 2) ** self.rates.crowding
         seconds = size * torch.where(inter, 1 / self.rates.link(inter=True), within)
         return torch.where(size > 0, seconds + self.rates.latency, -torch.inf)
 
     def _exchange(self, kind: Kind) -> float:
-        """Return the seconds of an all-to-all in a head group; 0 where the pass has none of this kind."""
+        """Return the seconds of an all-to-all in a head group; 0 if the pass has no message of this kind."""
         size, heads = self.size.get(kind, 0), self.route.heads
         if heads == 1 or not size:
             return 0.0
         node = self.placement.rank(self.here[:1], torch.arange(heads)) // self.intra
-        near = int((node == node[0]).sum()) - 1
-        self.sent += torch.tensor([near * size, (heads - 1 - near) * size])
+        peers = int((node == node[0]).sum()) - 1
+        self.sent += torch.tensor([peers * size, (heads - 1 - peers) * size])
         within = (
-            near * max(1.0, min(self.intra, heads) / 2) ** self.rates.crowding / self.rates.link(inter=False)
+            peers * max(1.0, min(self.intra, heads) / 2) ** self.rates.crowding / self.rates.link(inter=False)
         )
-        between = (heads - 1 - near) / self.rates.link(inter=True)
-        copied = COPIES * heads / self.rates.memory
-        return float(size * (max(within, between) + copied) + self.rates.latency)
+        between = (heads - 1 - peers) / self.rates.link(inter=True)
+        copy_seconds = COPIES * heads / self.rates.memory
+        return float(size * (max(within, between) + copy_seconds) + self.rates.latency)
 
     def _steps(self, source: Tensor) -> Tensor:
-        """Return seconds of the kernel, [steps, ring ranks], and of rows that come and go in its steps."""
+        """Return the seconds of steps, [steps, ring ranks]: of kernels, with the all-to-all of rows."""
         work, heads = self.work[self.here, source], self.route.heads
         if heads == 1:
             return work
@@ -256,26 +256,26 @@ class _Counted:
         return work.clamp(min=rows + result) if len(work) == 1 else work
 
     def _direct(self) -> Tensor:
-        """Return the seconds of rows that go straight to their readers, while those before are computed."""
-        apart = self.here[:, None]
-        source, target = (self.here - apart) % len(apart), (self.here + apart) % len(apart)
+        """Return the seconds of a direct exchange: rows arrive while earlier rows are computed."""
+        distance = self.here[:, None]
+        source, target = (self.here - distance) % len(distance), (self.here + distance) % len(distance)
         crowd, work = min(self.intra, self.placement.size), self._steps(source)
         data = self._hop(source, self.read[source, self.here] * self.size[Kind.DATA], crowd).clamp(min=0)
-        computes = (work > 0) | (apart == 0)
-        before = torch.where(computes, apart, 0).cummax(0).values
-        meanwhile = torch.zeros(len(apart) + 1, len(apart), dtype=torch.float64)
-        meanwhile.scatter_add_(0, before[:-1], torch.maximum(data, data.gather(1, target))[1:])
-        if self.moves.gradients:  # they go back during the next step that computes
+        computes = (work > 0) | (distance == 0)
+        before = torch.where(computes, distance, 0).cummax(0).values
+        message_seconds = torch.zeros(len(distance) + 1, len(distance), dtype=torch.float64)
+        message_seconds.scatter_add_(0, before[:-1], torch.maximum(data, data.gather(1, target))[1:])
+        if self.moves.gradients:  # sent back during the next step that computes
             gradient = self.read[self.here, target] * self.size[Kind.GRADIENT]
             back = self._hop(target, gradient, crowd).clamp(min=0)
-            after = torch.where(computes, apart, len(apart)).flip(0).cummin(0).values.flip(0)
-            meanwhile.scatter_add_(0, after[1:], torch.maximum(back, back.gather(1, source))[:-1])
-            meanwhile[-1] += torch.maximum(back, back.gather(1, source))[-1]
-        steps = torch.maximum(work, meanwhile[:-1]) if self.overlap else work + meanwhile[:-1]
-        return steps.sum(0) + meanwhile[-1]
+            after = torch.where(computes, distance, len(distance)).flip(0).cummin(0).values.flip(0)
+            message_seconds.scatter_add_(0, after[1:], torch.maximum(back, back.gather(1, source))[:-1])
+            message_seconds[-1] += torch.maximum(back, back.gather(1, source))[-1]
+        steps = torch.maximum(work, message_seconds[:-1]) if self.overlap else work + message_seconds[:-1]
+        return steps.sum(0) + message_seconds[-1]
 
     def _ring(self) -> Tensor:
-        """Return when ring ranks end whose blocks go round nodes, and round the places of a node."""
+        """Return the end times of ring ranks on a (double) ring."""
         nodes, intra, gradients = self.route.nodes, self.route.intra, self.moves.gradients
         i, j = torch.arange(nodes)[:, None, None], torch.arange(intra)[:, None]
         node, place, turn = self.here // intra, self.here % intra, self.route.turn
@@ -304,11 +304,11 @@ class _Counted:
         inner = zip(self._steps(owner.flatten(0, 1)[steps]), hops, strict=True)
         clock = torch.zeros(len(node), dtype=torch.float64)
         for (_, places), seconds in zip(rounds, between, strict=True):
-            entered = clock
+            round_start = clock
             for _, (kernel, hop) in zip(places, inner, strict=False):
-                done = clock + kernel
-                clock = _met(done, clock if self.overlap else done, previous, hop)
-            clock = _met(clock, entered if self.overlap else clock, before, seconds)
+                end = clock + kernel
+                clock = _met(end, clock if self.overlap else end, previous, hop)
+            clock = _met(clock, round_start if self.overlap else clock, before, seconds)
         home = previous if intra > 1 else before
         total = self._hop(home, read.amax((0, 1)) * self.size[Kind.TOTAL] * gradients)
         carried = torch.maximum(*(each.clamp(min=0).sum(0) for each in (hops, between)))
@@ -316,6 +316,6 @@ class _Counted:
 
 
 def _met(clock: Tensor, begun: Tensor, source: Tensor, seconds: Tensor) -> Tensor:
-    """Return when ring ranks that come at `clock` have received, and sent likewise, what began at `begun`."""
-    arrived = torch.maximum(begun, begun[source]) + seconds
-    return torch.maximum(clock, torch.maximum(arrived, arrived[source.argsort()]))
+    """Return the times after a wait at `clock` for messages, received and sent, that began at `begun`."""
+    arrival = torch.maximum(begun, begun[source]) + seconds
+    return torch.maximum(clock, torch.maximum(arrival, arrival[source.argsort()]))

@@ -1,7 +1,7 @@
 """burst_attention as one opaque operator, for torch.compile and dispatch modes (selective checkpointing).
 
-An operator's schema holds tensors, numbers and strings only. So a graph carries the key of a call's options,
-and a ticket: a small tensor that stands for all else that a forward keeps for its backward.
+An operator's schema allows only tensors, numbers and strings. So a graph carries the key of a call's options,
+and a ticket: a small tensor that identifies the other state that a forward saves for its backward.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from burst_mcore.dtypes import wide
 
 
 class Keyed:
-    """Options under a key, which an operator can be given."""
+    """Options under a string key, for an operator's schema."""
 
     def __init__(self, options: Options) -> None:
-        # With all that shapes of results depend on: torch's caches of graphs on disk know the key alone.
+        # The key fixes the shapes of results: torch's disk cache of graphs sees only the key.
         self.options, self.key = options, f"{next(_NUMBERS)} of {options.topology.size}"
         _BY_KEY[self.key] = self
 
@@ -34,23 +34,23 @@ class Keyed:
 _NUMBERS = itertools.count()
 _BY_KEY: WeakValueDictionary[str, Keyed] = WeakValueDictionary()
 _OF_GRAPHS: dict[Options, Keyed] = {}
-"""Nobody tells when a graph is gone: its options live as long as the process."""
+"""The options in graphs, kept for the whole process: no event reports the end of a graph."""
 _KEPT: dict[int, tuple[StorageWeakRef, CallRecord, tuple[Tensor, ...]]] = {}
-"""By the address of a ticket, while its memory lives: the record, and where heads are shared q, k, v and lse
-on the ring. The host reads no ticket, for which it would wait."""
+"""Saved state by the address of a live ticket: the record, and under head x ring q, k, v and lse on the ring.
+The host never reads a ticket's values, since that would synchronize."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def key_in_graph(*options: Any) -> str:
-    """Return the key of options while Dynamo traces, whose guards hold the objects."""
+    """Return the key of options while Dynamo traces; its guards hold the objects."""
     for each in list(_OF_GRAPHS):
         communicators = each.topology.communicators
         if communicators is not None and communicators.destroyed:
             del _OF_GRAPHS[each]
-    made = Options(*options)
-    if made not in _OF_GRAPHS:
-        _OF_GRAPHS[made] = Keyed(made)
-    return _OF_GRAPHS[made].key
+    key_options = Options(*options)
+    if key_options not in _OF_GRAPHS:
+        _OF_GRAPHS[key_options] = Keyed(key_options)
+    return _OF_GRAPHS[key_options].key
 
 
 def _options(key: str) -> Options:
@@ -70,21 +70,21 @@ def _forget_tickets() -> None:
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, up: Tensor | None, key: str, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, the max logits and a ticket; lse and scores hold numbers where they are wanted."""
+    """Return out, lse, the max logits and a ticket; lse and max logits are uninitialised unless requested."""
     options, tensors = _options(key), Tensors(q, k, v, sinks, up)
     with refusing(agreement_of(options.topology)):
         request = validate(tensors, options)
         compare(CallId(request, entered.layer, options.topology))
-    done = run_forward(request, options.topology, tensors, needs_gradient, NOTHING_KEPT)
+    results = run_forward(request, options.topology, tensors, needs_gradient, NOTHING_KEPT)
     lse, max_logit = _statistics(q)
-    lse = done.lse if done.lse.numel() else lse
-    max_logit = done.max_logit if done.max_logit.numel() else max_logit
-    values = torch.tensor([done.record.number, *done.record.lengths], pin_memory=q.is_cuda)
+    lse = results.lse if results.lse.numel() else lse
+    max_logit = results.max_logit if results.max_logit.numel() else max_logit
+    values = torch.tensor([results.record.number, *results.record.lengths], pin_memory=q.is_cuda)
     ticket = values.to(q.device, non_blocking=True)
     _forget_tickets()
-    on_ring = () if done.saved.q is q else tuple(done.saved[:4])
-    _KEPT[ticket.data_ptr()] = StorageWeakRef(ticket.untyped_storage()), done.record, on_ring
-    return done.out, lse, max_logit, ticket
+    on_ring = () if results.saved.q is q else tuple(results.saved[:4])
+    _KEPT[ticket.data_ptr()] = StorageWeakRef(ticket.untyped_storage()), results.record, on_ring
+    return results.out, lse, max_logit, ticket
 
 
 @attention_forward.register_fake
@@ -105,13 +105,13 @@ def attention_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     up: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, sinks and up, empty where there are none."""
+    """Return the gradients of q, k, v, sinks and up; empty for a missing input."""
     _forget_tickets()
-    options, kept = _options(key), _KEPT.get(ticket.data_ptr())
+    options, entry = _options(key), _KEPT.get(ticket.data_ptr())
     with refusing(agreement_of(options.topology)):
         request = validate(Tensors(q, k, v, sinks, up), options)
-        if kept is not None and not kept[0].expired():
-            _, record, on_ring = kept
+        if entry is not None and not entry[0].expired():
+            _, record, on_ring = entry
         else:  # a hook has moved the ticket
             record, on_ring = CallRecord(int(ticket[0]), tuple(ticket[1:].tolist())), ()
             if call_of(request, record.lengths).route.heads > 1:

@@ -1,4 +1,6 @@
-"""Forward: K and V rotate; each tile's partial output is merged into the running softmax (paper algorithm 4).
+"""Forward: K and V rotate; each tile's partial output is merged into the running softmax.
+
+This is the algorithm "forward pass of Ring/BurstAttention" in the appendix of the BurstEngine paper.
 
 Letters: B batch, S rows of this rank, P rows of its ring rank, H query heads, D head dim. P is S,
 or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
@@ -29,7 +31,7 @@ class Inputs(NamedTuple):
     q: Tensor
     keys: Keys
     sinks: Tensor | None = None
-    """[H], a score of each head that takes part in every row's softmax, and brings no value."""
+    """[H], a score of each head in every row's softmax, with a value of zero."""
 
 
 def forward(call: Call, transport: Transport, inputs: Inputs) -> Attended:
@@ -54,7 +56,7 @@ class _Forward:
             if sinks is not None:
                 sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
         self.q, self.keys, self.blocks = q, keys, keys.blocks()
-        """As on the ring."""
+        """On the ring: under head x ring, pooled rows of this member's heads."""
         self.softmax = OnlineSoftmax(q, value_dim=call.problem.value_dim, sinks=sinks)
         self.max_logit: Tensor | None = None
         if call.scores.max_logit:
@@ -76,7 +78,7 @@ class _Forward:
         return Attended(out, lse_at_home, self.q, self.keys.k, self.keys.v, ring_lse, max_logit)
 
     def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
-        """Attend queries, or a member's, to one KV block, tile by tile."""
+        """Attend the queries, of all members or of one, to one KV block, tile by tile."""
         tiles = self.call.tiles_of(Pass.FORWARD, action)
         if tiles:
             read = partial(self.call.keys_met, action.source)
@@ -87,17 +89,17 @@ class _Forward:
             self.blocks.close(action.source)
 
     def attend(self, tile: Tile, keys: Block) -> None:
-        """Merge the result of a tile, O = softmax(S) V and LSE of S = scale Q K^T, into the running softmax.
+        """Merge a tile's O2 = softmax(S) V and LSE2 = log sum_j exp(S_ij), S = scale Q K^T, into O1, LSE1.
 
-        Of partial results 1 and 2 (algorithm 4): LSE = log(e^LSE1 + e^LSE2), O = e^(LSE1 - LSE) O1 +
-        e^(LSE2 - LSE) O2.
+        LSE = log(exp(LSE1) + exp(LSE2)), O = exp(LSE1 - LSE) O1 + exp(LSE2 - LSE) O2 (the paper's appendix;
+        online softmax, Milakov and Gimelshein 2018).
         """
         kernel, k_rows = self.call.kernel, relative_to(keys.rows, tile.k)
         k, v = keys.tensors
         tensors = gather(self.q, tile.q), gather(k, k_rows), gather(v, k_rows)
         inputs = *tensors, tile.pattern, self.call.scores
         running = self.softmax.running(tile.q) if kernel.in_place else None
-        largest: list[Tensor] = []  # of kernels that have the max logits in passing
+        largest: list[Tensor] = []  # the max logits, from kernels that return them
         if kernel.in_place and running:
             out, lse, fresh = running
             kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
@@ -109,27 +111,26 @@ class _Forward:
             self.max_logit = self.max_logit.maximum(of_tile)
 
     def of_all_heads(self) -> Tensor | None:
-        """Return the max logits with those of the heads of other members, if the call wants them."""
-        own, member, members = self.max_logit, self.call.member, self.call.route.heads
-        if own is None:
+        """Return the max logits of all heads, -inf for heads of other members; None unless requested."""
+        max_logit, member, members = self.max_logit, self.call.member, self.call.route.heads
+        if max_logit is None:
             return None
-        none = torch.full_like(own, -torch.inf)
-        return torch.cat([own if each == member else none for each in range(members)])
+        blank = torch.full_like(max_logit, -torch.inf)
+        return torch.cat([max_logit if each == member else blank for each in range(members)])
 
     def new(self, kind: Kind, rows: Rows | None) -> Buffer:
-        """Return a buffer for these rows of a rotating block."""
+        """Return a receive buffer for these rows of a rotating block."""
         assert kind == Kind.DATA
         return room_like(self.lease, self.keys.tensors, rows)
 
     def outward(self) -> dict[Kind, Outward]:
-        """Return the exchange out of the head group, of results."""
         q = self.own[0]
         out = q.new_empty((*q.shape[:3], self.call.problem.value_dim))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
-        own = (out, lse) if self.call.lse_at_home else (out,)
-        return {Kind.STAYING_OUT: Outward(self.call.head_group, self.put_results, own, self.lease)}
+        results = (out, lse) if self.call.lse_at_home else (out,)
+        return {Kind.STAYING_OUT: Outward(self.call.head_group, self.put_results, results, self.lease)}
 
     def put_results(self, rows: range, into: Buffer) -> None:
-        """Write out, and lse where there is room for it, of some rows."""
+        """Write the output, and lse where `into` has a tensor for it, of some rows."""
         out, *lse = into
         self.softmax.put(rows, (out, lse[0] if lse else self.softmax.room_for_lse(rows)))

@@ -1,6 +1,6 @@
 """BurstAttention, the autograd function of a call: its forward and its backward run the two passes.
 
-`attend` makes a call; in a checkpointed function it saves, or takes, the results after a cut of the sequence.
+`attend` makes a call; in a checkpointed function it saves, or reuses, the results of a suffix of the queries.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class Saved(NamedTuple):
     """The tensors that autograd saves between forward and backward."""
 
     q: Tensor
-    """q, k, v and ring_lse as on the ring: with one rank a position the caller's own and `lse`, else rows
-    pooled and heads shared."""
+    """q, k, v and ring_lse as on the ring: the caller's tensors and `lse`. Under head x ring they are the
+    pooled rows of this member's heads."""
     k: Tensor
     v: Tensor
     ring_lse: Tensor
     sinks: Tensor | None
     out: Tensor
     lse: Tensor
-    """[B, H, S] of this rank's rows; empty under head x ring, unless the call wants it at home."""
+    """[B, H, S] of this rank's rows; empty under head x ring, unless `Call.lse_at_home`."""
     latent: Tensor | None
-    """This rank's own latent, with `up`."""
+    """This rank's shard of the latent, with `up`."""
     up: Tensor | None
 
 
@@ -77,11 +77,11 @@ class Results(NamedTuple):
     lse: Tensor
     """[B, H, S]; empty as in `Saved`."""
     max_logit: Tensor
-    """[H]; empty unless the call wants it."""
+    """[H]; empty unless requested."""
     saved: Saved
     record: CallRecord
     tail: SavedTail | None = None
-    """What a checkpoint keeps."""
+    """The results of a suffix, which a checkpoint keeps."""
 
 
 class BurstAttention(torch.autograd.Function):
@@ -96,8 +96,8 @@ class BurstAttention(torch.autograd.Function):
         recompute: Recompute,
         *tensors: Tensor | None,
     ) -> tuple[Any, ...]:
-        made = Tensors._make(tensors)
-        results = run_forward(request, topology, made, needs_gradient, recompute)
+        inputs = Tensors._make(tensors)
+        results = run_forward(request, topology, inputs, needs_gradient, recompute)
         ctx.request, ctx.topology, ctx.record = request, topology, results.record
         ctx.save_for_backward(*results.saved)
         ctx.set_materialize_grads(False)
@@ -115,7 +115,7 @@ class BurstAttention(torch.autograd.Function):
 
 
 class Underivable(torch.autograd.Function):
-    """Gradients that have no derivative: whoever asks for one gets an error, not zeros."""
+    """Gradients without a derivative: differentiating them raises, instead of giving zeros."""
 
     @staticmethod
     def forward(
@@ -129,9 +129,9 @@ class Underivable(torch.autograd.Function):
 
 
 def attend(tensors: Tensors, request: Request, topology: Topology) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out [B, S, H, Dv], lse [B, H, S], max logits [H]); the last two are empty unless wanted.
+    """Return (out [B, S, H, Dv], lse [B, H, S], max logits [H]); the last two are empty unless requested.
 
-    In a checkpointed function a forward saves a part of the results, and its recomputation takes this part.
+    In a checkpointed function a forward saves results of a suffix, and its recomputation reuses them.
     """
     needs_gradient = gradient_wanted(tensors)
     if not entered.in_checkpoint:
@@ -168,7 +168,7 @@ def run_forward(
     call, agreed, lengths = agree_on_call(request, topology, needs_gradient, recompute, agreement)
     tokens = lengths[call.rank]
     with _in_pass(agreement, tensors.q.device):
-        if agreement is not None and recompute.at_most:  # a rank on which nothing fits meets the others, too
+        if agreement is not None and recompute.at_most:  # a collective: ranks without free memory join, too
             recompute = replace(recompute, keep=agreement.least(recompute.keep))
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(call, needs_gradient):
@@ -179,14 +179,14 @@ def run_forward(
         if entered.in_checkpoint and recompute.tail is None:
             results = results._replace(tail=_tail(request, call, attended, results, recompute))
     if agreement is not None and not needs_gradient and not entered.in_checkpoint:
-        agreement.settle()  # no backward will
+        agreement.settle()  # the error checks that a backward would settle
     return results
 
 
 def _ring_forward(
     call: Call, transport: Transport, tensors: Tensors, tail: SavedTail | None, tokens: int
 ) -> Attended:
-    """Run a forward, or that of the queries before the cut of a tail."""
+    """Run a forward, of all queries or of the prefix before a saved suffix."""
     q, k, v, sinks, up = tensors
     expansion = None if up is None else _expansion(call, up)
     if expansion and not call.latent_rotates:
@@ -199,7 +199,7 @@ def _ring_forward(
 
 
 def _keys(call: Call, k: Tensor, v: Tensor, expansion: Expansion | None) -> Keys:
-    """Return the key side: K and V, or the latent and the rope key that rotate for them."""
+    """Return the rotating key side: K and V, or the latent and the rope key."""
     if expansion is None or not call.latent_rotates:
         return Keys(k, v)
     return Keys(k, v, partial(LatentBlocks, expansion))
@@ -224,14 +224,14 @@ def _results(call: Call, tensors: Tensors, attended: Attended, record: CallRecor
 def _tail(
     request: Request, call: Call, attended: Attended, results: Results, recompute: Recompute
 ) -> SavedTail:
-    """Return what a checkpoint keeps: nothing, copies of the results from a cut on, or all as they are."""
+    """Return the results that a checkpoint keeps: none, copies of a suffix, or all without copies."""
     if recompute.keep == 0:
         return SavedTail(0, [], copied=True)
     if recompute.keep == 1 and not recompute.at_most:
-        kept = [results.out, results.saved.ring_lse]
-        kept += [results.lse] if call.route.heads > 1 and call.lse_at_home else []
-        kept += [results.max_logit] if call.scores.max_logit else []
-        return SavedTail(0, [x.detach() for x in kept], copied=False)
+        tensors = [results.out, results.saved.ring_lse]
+        tensors += [results.lse] if call.route.heads > 1 and call.lse_at_home else []
+        tensors += [results.max_logit] if call.scores.max_logit else []
+        return SavedTail(0, [x.detach() for x in tensors], copied=False)
     return tail_of(request, call, recompute, attended, results.record.lengths[call.rank])
 
 
@@ -243,7 +243,10 @@ def run_backward(
     dout: Tensor | None,
     dlse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Agree with the other ranks on a backward, and return the gradients of the `Tensors` of its call."""
+    """Agree with the other ranks on a backward, and return the gradients of the `Tensors` of its call.
+
+    With a gradient dL of lse: d lse_i / d S_ij = P_ij, so dS = P * (dP - D) + dL P = P * (dP - (D - dL)).
+    """
     agreement = agreement_of(topology)
     with refusing(agreement):
         call = call_of(request, record.lengths)
@@ -256,8 +259,8 @@ def run_backward(
         transport.connect(call.direction)
         transport = transport.labelled(agreed.label) if agreement else transport
         dout = torch.zeros_like(saved.out) if dout is None else dout.contiguous()
-        delta = row_delta(dout, saved.out)  # D = rowsum(dO * O)
-        if dlse is not None:  # d lse / d scores = P, which enters dS = P * (dP - D) as -D does
+        delta = row_delta(dout, saved.out)
+        if dlse is not None:
             delta -= dlse
         dsinks = None if saved.sinks is None else _sinks_gradient(saved.sinks, saved.lse, delta)
         dq, dk, dv, dup = _ring_backward(call, transport, saved, dout, delta)
@@ -267,7 +270,6 @@ def run_backward(
 def _ring_backward(
     call: Call, transport: Transport, saved: Saved, dout: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (dq, dk, dv, dup) of this rank's tokens."""
     tokens, latent, up = saved.out.shape[1], saved.latent, saved.up
     q, k, v, lse = saved[:4]
     expansion = None if up is None else _expansion(call, up)
@@ -288,26 +290,26 @@ def _ring_backward(
 
 
 def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return -sum of P_sink D: a sink is a key with a value of zero, so its dP is 0."""
+    """Return -sum_i P_i,sink D_i. A sink is a key with a value of zero: dP = 0 in dS = P * (dP - D)."""
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _expansion(call: Call, up: Tensor) -> Expansion:
-    """Return the up-projection that this rank applies: of all heads, or its own if the latent rotates."""
+    """Return the up-projection of all heads, or of this member's heads if the latent rotates."""
     member, members = (call.member, call.route.heads) if call.latent_rotates else (0, 1)
     heads = share_of_heads(up.shape[0], member, members)
     return Expansion(up, heads, call.problem.value_dim)
 
 
 def _owned(x: Tensor) -> Tensor:
-    """Return x, contiguous, as a tensor that is no view for autograd: callers may write to it."""
+    """Return x contiguous and, for autograd, not a view: callers may write to it."""
     x = x.contiguous()
     return x.detach() if x._is_view() else x
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """x with so many rows, zeros at its end, which are in no tile; [B, S, H, D] with unit stride along D."""
+    """Return x padded with zeros to `rows` rows, in no tile; [B, S, H, D] has unit stride along D."""
     if x.dim() == 3:
         return torch.nn.functional.pad(x, (0, rows - x.shape[2])) if x.shape[2] < rows else x
     if x.shape[1] < rows:
@@ -317,14 +319,11 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 
 @contextlib.contextmanager
 def _in_pass(agreement: Agreement | None, device: torch.device) -> Iterator[None]:
-    """Wrap a pass: after one that fails no call may follow; autocast is off, and the device is current.
-
-    Triton launches on the current device, wherever its tensors are.
-    """
+    """Run a pass with autocast off and the device current; after a failed pass the agreement bars calls."""
     with contextlib.ExitStack() as contexts:
         if agreement is not None:
             contexts.enter_context(agreement.ring())
-        if device.type == "cuda":
+        if device.type == "cuda":  # Triton launches on the current device, not on that of its tensors
             contexts.enter_context(torch.cuda.device(device))
         if torch.is_autocast_enabled(device.type):
             contexts.enter_context(torch.autocast(device.type, enabled=False))

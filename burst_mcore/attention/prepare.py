@@ -1,8 +1,8 @@
-"""Resolves requests to calls, once for each; makes their communicators, and plans of batches that will come.
+"""The resolution of requests to calls (cached), their communicators, and plans of future batches.
 
 Packed documents bring a new mask with every batch, but a layer's heads, dtypes and configuration stay the
-same. So a loader that has the next batch calls `prepare(Mask.documents(ends), ...)`. Every kind of call that
-was made before is then planned for that mask, while the batch before is computed.
+same. So a loader that has the next batch calls `prepare(Mask.documents(ends), ...)`. Every earlier kind of
+call is then planned for that mask, while the current batch is computed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from burst_mcore.words import brief
 AnyBatch = TypeVar("AnyBatch")
 
 CALLS = 64
-"""Calls that are remembered, as many as plans: those used last."""
+"""The number of cached calls, equal to that of plans: the most recently used."""
 KINDS = 32
-"""Kinds of calls that are remembered, to be planned for other documents: those used last."""
+"""The number of cached kinds of calls, for plans of other documents: the most recently used."""
 
 _remembered: OrderedDict[Hashable, Request] = OrderedDict()
 _pending: dict[Mask, Future[None]] = {}
@@ -54,7 +54,7 @@ _pending: dict[Mask, Future[None]] = {}
 
 @lru_cache(maxsize=CALLS)
 def call_of(request: Request, lengths: tuple[int, ...]) -> Call:
-    """Return the call that a request resolves to where rank r holds lengths[r] tokens. Cached.
+    """Return the call of a request with lengths[r] tokens on rank r. Cached.
 
     Raises:
         ValueError: as `resolve`, on all ranks.
@@ -66,7 +66,7 @@ def call_of(request: Request, lengths: tuple[int, ...]) -> Call:
 
 
 def resolve(request: Request, lengths: Sequence[int]) -> Call:
-    """Return the call where rank r holds lengths[r] tokens; ValueError, on all ranks, if it is not legal."""
+    """Return the call with lengths[r] tokens on rank r; ValueError, on all ranks, if it is not legal."""
     n, size = sum(lengths), request.ranks.size
     check_lengths(request.layout, tuple(lengths))
     request.mask.check(n)
@@ -99,18 +99,18 @@ def resolve(request: Request, lengths: Sequence[int]) -> Call:
 
 
 def problem_of(shard: Shard, **others: Any) -> Problem:
-    """Return the problem, with its other fields, that a kernel must serve; shard: as it is on the ring."""
+    """Return the kernel problem of a shard on the ring, with the given other fields."""
     names = "dtype", "heads", "kv_heads", "head_dim", "value_dim"
     return Problem(**{name: getattr(shard, name) for name in names}, **others)
 
 
 def connect(topology: Topology, config: BurstConfig) -> None:
-    """Make the communicators that calls with `config` will use, now instead of in the first call.
+    """Make the communicators of calls with `config` now, instead of in the first call.
 
-    Collective over the ring; on gloo there is nothing to make. Settings of "auto" are decided only in a call.
+    Collective over the ring; a no-op on gloo. Options "auto" are decided only in a call.
 
     Raises:
-        ValueError: so many ranks cannot share heads, whatever the heads.
+        ValueError: head_parallel does not divide the ranks.
     """
     if topology.size == 1:
         return
@@ -121,8 +121,8 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         raise ValueError(
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
-    ways = product(searched_rings(config.ring, ranks), placements(config.head_placement, degree, ranks))
-    for ring, outer in ways:
+    variants = product(searched_rings(config.ring, ranks), placements(config.head_placement, degree, ranks))
+    for ring, outer in variants:
         route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
         transport = GroupTransport(topology, route, config.max_ctas)
         for pass_ in Pass:
@@ -132,65 +132,65 @@ def connect(topology: Topology, config: BurstConfig) -> None:
 def prepare(
     mask: Mask | Callable[[Mask], Mask], *, tokens: int, ranks: int, layout: Layout | str | None = None
 ) -> list[Future[None]]:
-    """Plan calls like those that were made, for a batch that will come. Returns at once.
+    """Plan the calls of a future batch, in a thread. Returns at once.
 
-    This plans every kind of call over so many ranks that this process has made. Each keeps its own mask but
-    for documents and trees, intersected with `mask`. A call that comes before its plan is made waits for the
-    plan. Before the first call there is nothing to plan.
+    This plans every kind of call over `ranks` ranks that this process has made: with its own mask, without
+    documents and trees, intersected with `mask`. A call waits for a plan of it in progress. Before the first
+    call there is nothing to plan.
 
     Args:
-        mask: the mask of the batch, such as Mask.documents(cu_seqlens). Or a function that returns the mask
-            of a layer, such as partial(tree_mask, tree), of the layer's own. Its ValueErrors are left out.
+        mask: the mask of the batch, such as Mask.documents(cu_seqlens). Or a function from a layer's mask to
+            its mask for the batch, such as partial(tree_mask, tree); layers with a ValueError are left out.
         tokens: tokens of the whole sequence.
         ranks: ranks of the ring.
-        layout: the batch's own layout, if it is not that of the calls before.
+        layout: the batch's layout; default that of earlier calls.
 
     Returns:
-        Futures of the plans, to wait for; their errors are those that the calls will have.
+        Futures of the plans, with the errors that the calls will raise.
 
     Raises:
-        ValueError: mask is no Mask, or the layout is no layout.
+        ValueError: mask is no Mask, or layout is no layout.
     """
     if not (isinstance(mask, Mask) or callable(mask)):
         raise ValueError(f"mask must be a Mask, got {brief(mask)}: Mask.documents(cu_seqlens), ...")
-    sharded = None if layout is None else Layout.of(layout)
+    new_layout = None if layout is None else Layout.of(layout)
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="burst-plans")
     futures = []
     for request in [kind for kind in list(_remembered.values()) if kind.ranks.size == ranks]:
-        config = request.config if sharded is None else replace(request.config, layout=sharded)
+        config = request.config if new_layout is None else replace(request.config, layout=new_layout)
         try:
-            own = request.mask & mask if isinstance(mask, Mask) else mask(request.mask)
-        except ValueError:  # batches like this one have no such call
+            target = request.mask & mask if isinstance(mask, Mask) else mask(request.mask)
+        except ValueError:  # batches with this mask have no such call
             continue
-        future = _pending[own] = worker.submit(_plan, replace(request, mask=own, config=config), tokens)
-        future.add_done_callback(partial(_forget, own))
+        future = _pending[target] = worker.submit(_plan, replace(request, mask=target, config=config), tokens)
+        future.add_done_callback(partial(_forget, target))
         futures.append(future)
-    worker.shutdown(wait=False)  # its thread ends with the last plan: none is left for forks to trip over
+    worker.shutdown(wait=False)  # the thread ends with the last plan, so that forks find no thread
     return futures
 
 
 def one_ahead(batches: Iterator[AnyBatch]) -> Iterator[AnyBatch]:
-    """Yield the same batches, each once the next was taken, so that its plans are made meanwhile.
+    """Yield the same batches, one behind the iterator, so that the next batch is planned meanwhile.
 
-    An error of `batches` is raised after the batches before it.
+    An error of `batches` is raised after all earlier batches.
     """
     ready: deque[AnyBatch] = deque()
     while True:
-        ended: Exception | None = None
+        failure: Exception | None = None
         try:
             ready.append(next(batches))
         except Exception as error:
-            ended = error
-        if len(ready) > 1 or (ended is not None and ready):
+            failure = error
+        if len(ready) > 1 or (failure is not None and ready):
             yield ready.popleft()
-        if isinstance(ended, StopIteration):
+        if isinstance(failure, StopIteration):
             return
-        if ended is not None:
-            raise ended
+        if failure is not None:
+            raise failure
 
 
 def remember(request: Request) -> None:
-    """Let `prepare` plan calls like this one."""
+    """Add the request's kind to the kinds that `prepare` plans."""
     request = replace(request, mask=request.mask.of_layer)
     key = replace(
         request, config=replace(request.config, layout="zigzag"), shard=replace(request.shard, tokens=0)
@@ -202,22 +202,22 @@ def remember(request: Request) -> None:
 
 
 def await_plan(mask: Mask) -> None:
-    """Wait for plans of this mask that are being made."""
+    """Wait for a plan of this mask in progress."""
     if _pending:
         future = _pending.get(mask)
         if future is not None:
-            future.exception()  # an error is the call's own, and comes again
+            future.exception()  # the call raises the same error
 
 
 def _plan(request: Request, tokens: int) -> None:
     """Plan a call; not by `call_of`, which waits for this plan."""
     lengths = legal_lengths(request.layout, tokens, request.ranks.size)
-    own = replace(request, shard=replace(request.shard, tokens=lengths[request.rank]))
-    plan_call(resolve(own, lengths))
+    own_request = replace(request, shard=replace(request.shard, tokens=lengths[request.rank]))
+    plan_call(resolve(own_request, lengths))
 
 
 def plan_call(call: Call) -> None:
-    """Make the programs, bound, and the tiles of a call, of forward and backward."""
+    """Compute the programs, bound, and the tiles of a call, of forward and backward."""
     for pass_ in (Pass.FORWARD, call.direction):
         call.bound(pass_)
         deque(call.tiles_of_pass(pass_), maxlen=0)
@@ -228,4 +228,4 @@ def _forget(mask: Mask, future: Future[None]) -> None:
         del _pending[mask]
 
 
-os.register_at_fork(after_in_child=_pending.clear)  # the thread that would have planned stays behind
+os.register_at_fork(after_in_child=_pending.clear)  # a child process has no planning thread

@@ -1,8 +1,8 @@
 """Recording and replay: the results that attention saves in a checkpointed forward for its recomputation.
 
-A checkpointed layer runs twice. Its forward drops its results, and its recomputation, in the middle of
-backward, computes them again. `burst_mcore.checkpointing` announces both runs on the thread that makes them.
-Each attention call asks for the runs that its thread is in.
+A checkpointed layer executes twice. Its forward drops its results, and its recomputation, in the middle of
+backward, computes them again. `burst_mcore.checkpointing` registers both executions on their thread
+(`entered`), where attention calls find them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ from burst_mcore.attention.runtime.topology import Topology
 
 
 class RecomputeError(RuntimeError):
-    """A recomputation does not repeat its forward, so that its gradients would be wrong."""
+    """The error of a recomputation that does not repeat its forward, so that gradients would be wrong."""
 
 
 class CallId(NamedTuple):
-    """The identity of a call, which tells its recomputation from that of another call."""
+    """The identity of a call, which a call and its recomputation share."""
 
     request: Request
     layer: str | None
-    """The name of the layer that owns the call, if known: see `of_layer`."""
+    """The name of the layer, if known: see `of_layer`."""
     topology: Topology
 
     def __str__(self) -> str:
-        """Return the call in words, for messages."""
-        whose = "" if self.layer is None else f" of {self.layer}"
+        owner = "" if self.layer is None else f" of {self.layer}"
         shard = self.request.shard
         shapes = f"{list(shard.q_shape)} {shard.dtype}, value_dim {shard.value_dim}"
-        return f"a call{whose} with q {shapes}, {self.request.mask}"
+        return f"a call{owner} with q {shapes}, {self.request.mask}"
 
     def unlike(self, other: CallId) -> str:
         """Return the properties that differ, with the value of this call first."""
-        mine, theirs = self._properties, other._properties
-        return "; ".join(f"{x} {mine[x]}, not {theirs[x]}" for x in mine if mine[x] != theirs[x])
+        facts, others = self._properties, other._properties
+        return "; ".join(f"{x} {facts[x]}, not {others[x]}" for x in facts if facts[x] != others[x])
 
     @property
     def _properties(self) -> dict[str, object]:
@@ -63,16 +62,16 @@ class CallId(NamedTuple):
 
 @dataclass
 class SavedTail:
-    """The results of a call for the tail of the sequence, saved in forward."""
+    """The results of a call for a suffix of the sequence, saved in forward."""
 
     cut: int
-    """The global position from which on results are saved."""
+    """The first global position of the suffix."""
     tensors: list[Tensor]
-    """Of this rank's rows after the cut: out [B, rows, H, D], lse [B, H, rows]. Under head x ring lse is that
-    of the pooled rows and own heads; if the call wants lse at home, lse [B, H, rows] of its own rows follows.
+    """Of this rank's rows in the suffix: out [B, rows, H, D], lse [B, H, rows]. Under head x ring lse is of
+    the pooled rows and own heads; with `Call.lse_at_home`, lse [B, H, rows] of its own rows follows.
     Empty if nothing is saved."""
     copied: bool
-    """Whether the tensors are copies; else they are the results themselves, which others use as well."""
+    """Whether the tensors are copies; else they are the results, shared with the caller."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,11 @@ class Recompute:
     """The part of a call's results that a checkpoint keeps, or kept in the forward of a recomputation."""
 
     keep: float = 0.0
-    """The share of the sequence whose results are kept: see `cut_for`."""
+    """The share of the sequence with saved results: see `cut_for`."""
     at_most: bool = False
-    """Whether no more than `keep`, of which the least of all ranks counts."""
+    """Whether `keep` is an upper limit; the minimum over the ranks counts."""
     tail: SavedTail | None = None
-    """In a recomputation, what the forward kept."""
+    """In a recomputation, the results that the forward saved."""
 
     @cached_property
     def signature(self) -> dict[str, str]:
@@ -97,7 +96,7 @@ class Recompute:
 
 
 NOTHING_KEPT = Recompute()
-"""Of calls outside of checkpointed functions."""
+"""The value for calls outside of checkpointed functions."""
 
 
 class SavedCalls(Protocol):
@@ -107,10 +106,10 @@ class SavedCalls(Protocol):
     """Whether results may be kept; else calls are only compared."""
 
     def share(self, call_id: CallId) -> tuple[float, bool]:
-        """Return the share of the sequence to save of this call, and whether that is a limit."""
+        """Return the share of the sequence to save of this call, and whether it is an upper limit."""
 
     def record(self, call_id: CallId, tail: SavedTail) -> None:
-        """Take the tail of a call into custody."""
+        """Save the suffix results of a call."""
 
 
 class Replay(Protocol):
@@ -119,7 +118,7 @@ class Replay(Protocol):
     keeps: bool
 
     def replay(self, call_id: CallId) -> SavedTail | None:
-        """Return the tail that the forward saved of this call, once; None if it is used up.
+        """Return the suffix results that the forward saved of this call; None from the second time on.
 
         Raises:
             RecomputeError: the forward did not make this call.
@@ -127,12 +126,12 @@ class Replay(Protocol):
 
 
 class _Entered(threading.local):
-    """The runs of checkpointed functions that a thread is in, outermost first."""
+    """The checkpointed forwards and recomputations of a thread, outermost first."""
 
     recordings: tuple[SavedCalls, ...] = ()
     replays: tuple[Replay, ...] = ()
     layer: str | None = None
-    """The layer, if it was announced."""
+    """The name of the layer, if known."""
     in_checkpoint: bool = False
     """Whether the thread is in a forward that may keep results, or in its recomputation."""
 
@@ -141,13 +140,13 @@ entered = _Entered()
 
 
 def keeps_results() -> bool:
-    """Return whether a checkpoint that this thread is in keeps results of calls, or kept some."""
+    """Return whether a checkpoint of this thread may save results of calls, or has saved some."""
     scopes: tuple[SavedCalls | Replay, ...] = (*entered.recordings, *entered.replays)
     return any(scope.keeps for scope in scopes)
 
 
 def compare(call_id: CallId) -> None:
-    """Compare a call of which nothing is kept with that of the forward; errors as `recompute_of`."""
+    """Compare a call without saved results to that of the forward; errors as `recompute_of`."""
     for replay in entered.replays:
         replay.replay(call_id)
     for recording in entered.recordings:
@@ -155,7 +154,7 @@ def compare(call_id: CallId) -> None:
 
 
 def recompute_of(call_id: CallId) -> Recompute:
-    """Return what the checkpoints that this thread is in keep of a call, or kept in its forward.
+    """Return the part of a call's results that this thread's checkpoints save, or saved in its forward.
 
     Raises:
         RecomputeError: this is a recomputation, and the forward did not make this call.
@@ -169,7 +168,7 @@ def recompute_of(call_id: CallId) -> Recompute:
 
 
 def of_layer(name: str) -> contextlib.AbstractContextManager[None]:
-    """Announce a layer: its calls are not mistaken for those of another layer, and errors name it."""
+    """Set the layer of calls on this thread: part of their `CallId`, and named in errors."""
     return _as("layer", name)
 
 
@@ -185,36 +184,36 @@ def replaying(scope: Replay) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _as(name: str, value: object) -> Iterator[None]:
-    before, was = getattr(entered, name), entered.in_checkpoint
+    previous, in_checkpoint = getattr(entered, name), entered.in_checkpoint
     setattr(entered, name, value)
     entered.in_checkpoint = bool(entered.recordings or entered.replays)
     try:
         yield
     finally:
-        setattr(entered, name, before)
-        entered.in_checkpoint = was
+        setattr(entered, name, previous)
+        entered.in_checkpoint = in_checkpoint
 
 
 def forward_of_head(
     call: Call, transport: Transport, inputs: Inputs, saved: SavedTail, tokens: int
 ) -> Attended:
-    """As `forward`, but only queries before the cut of a saved tail are attended.
+    """Run `forward` for the prefix of queries before a saved suffix, and insert the saved results.
 
-    Under head x ring q, k and v still go through the head groups whole: the backward needs them there.
+    Under head x ring all rows of q, k and v still go through the head groups: the backward needs them.
 
     tokens: the tokens of this rank; the rest of its rows is padding.
 
     Raises:
-        ValueError: the tail's shapes do not fit the cut.
+        ValueError: the saved shapes do not fit the cut.
     """
     cut = saved.cut
-    own = _own_tail(call, cut, tokens)
-    on_ring = _tail_on_ring(call, cut, own)
+    rows = _own_tail(call, cut, tokens)
+    ring_rows = _tail_on_ring(call, cut, rows)
     out, lse, *home = saved.tensors
     max_logit = home.pop().clone() if call.scores.max_logit else None
-    if (out.shape[1], lse.shape[2]) != (count(own), count(on_ring)):
+    if (out.shape[1], lse.shape[2]) != (count(rows), count(ring_rows)):
         raise ValueError(
-            f"out and lse of {count(own)} and {count(on_ring)} rows are after the cut at {cut} of "
+            f"out and lse of {count(rows)} and {count(ring_rows)} rows are after the cut at {cut} of "
             f"{call.plan.n}, but the saved tail has {out.shape[1]} and {lse.shape[2]}"
         )
     if cut == 0 and call.route.heads == 1:
@@ -222,28 +221,28 @@ def forward_of_head(
         keys = inputs.keys
         return Attended(out.clone(), lse, inputs.q, keys.k, keys.v, lse, max_logit)
     attended = forward(call.variant(cut, lambda: {"plan": call.plan.head(cut)}), transport, inputs)
-    _fill(attended.out, own, out)
-    _fill(attended.ring_lse, on_ring, lse)
+    _fill(attended.out, rows, out)
+    _fill(attended.ring_lse, ring_rows, lse)
     for values in home:
         assert attended.lse is not None
-        _fill(attended.lse, own, values)
+        _fill(attended.lse, rows, values)
     return attended._replace(max_logit=max_logit)
 
 
 def tail_of(request: Request, call: Call, recompute: Recompute, attended: Attended, tokens: int) -> SavedTail:
-    """Return copies of the results from a cut on, so that the share `recompute.keep` of the work is saved.
+    """Return copies of the results of a suffix, about the share `Recompute.keep` of the sequence.
 
-    These are out and lse on the ring of this rank's rows. Under head x ring lse at home follows, if the call
-    wants it there, and then the max logits, of all rows, if it wants them.
+    These are out and lse on the ring of this rank's rows. Then follow lse at home (`Call.lse_at_home`, under
+    head x ring), and the max logits of all rows, if requested.
 
     tokens: the tokens of this rank; the rest of its rows is padding.
     """
     layout, mask, size = request.layout, request.mask, request.ranks.size
     cut = cut_for(recompute.keep, layout, mask, call.plan.n, size, at_most=recompute.at_most).position
-    own = _own_tail(call, cut, tokens)
-    tail = [gather(attended.out, own), gather(attended.ring_lse, _tail_on_ring(call, cut, own))]
+    rows = _own_tail(call, cut, tokens)
+    tail = [gather(attended.out, rows), gather(attended.ring_lse, _tail_on_ring(call, cut, rows))]
     if call.route.heads > 1 and attended.lse is not None:
-        tail.append(gather(attended.lse, own))
+        tail.append(gather(attended.lse, rows))
     if attended.max_logit is not None:
         tail.append(attended.max_logit)
     copies = [x.clone(memory_format=torch.contiguous_format) for x in tail]
@@ -251,14 +250,14 @@ def tail_of(request: Request, call: Call, recompute: Recompute, attended: Attend
 
 
 def _own_tail(call: Call, cut: int, tokens: int) -> Rows:
-    """Return this rank's own rows after the cut."""
+    """Return this rank's rows in the suffix from the cut on."""
     runs = call.plan.runs(call.ring_rank, call.member)
-    head = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
-    return (range(min(tokens, head), tokens),)
+    prefix = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
+    return (range(min(tokens, prefix), tokens),)
 
 
 def _tail_on_ring(call: Call, cut: int, own: Rows) -> Rows:
-    """Return the rows after the cut on the ring: of this rank, or of its head group, with padding."""
+    """Return the suffix rows on the ring, padding included: of this rank, or of its head group."""
     rows = call.plan.rows_from(call.ring_rank, cut) if call.route.heads > 1 else own
     return rows or (range(0),)
 

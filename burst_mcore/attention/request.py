@@ -1,7 +1,7 @@
-"""Requests: one rank's legal arguments, which resolve to a `Call` once the lengths of all ranks are known.
+"""Requests: one rank's legal arguments, which resolve to a `Call` once all ranks' lengths are known.
 
-A rank cannot tell the length of the global sequence from its own shard. `prepare.call_of` resolves a request
-as if all ranks held as many tokens; where their agreement shows otherwise, again with the true lengths.
+A rank cannot infer the length of the global sequence from its shard. `prepare.call_of` first resolves a
+request with equal shards; if the agreement shows other lengths, it resolves again with the true lengths.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Tensors(NamedTuple):
     sinks: Tensor | None = None
     """[H]."""
     up: Tensor | None = None
-    """[H, R, Dk + Dv], the weights that make K and V of a latent: see `Latent`."""
+    """[H, R, Dk + Dv], the up-projection of a latent to K and V: see `Latent`."""
 
     @property
     def value_dim(self) -> int:
@@ -70,7 +70,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rank's call before the global sequence's length is known, without tensors and process groups."""
+    """One rank's call, without the global sequence's length, tensors and process groups."""
 
     rank: int
     ranks: Ranks
@@ -79,12 +79,12 @@ class Request:
     config: BurstConfig
     device: str
     shard: Shard
-    """`tokens` counts this rank's own: fewer than others', if the sequence does not divide."""
+    """This rank's shard: fewer tokens than other ranks', if the sequence does not divide."""
     scores: Scores
     return_lse: bool
     sinks: bool
     rotates: str = "off"
-    """Whether the latent rotates, if K and V are made of one: `Latent.rotates`."""
+    """`Latent.rotates`; without meaning if K and V are inputs."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -121,7 +121,7 @@ class Request:
 
 
 def validate(tensors: Tensors, options: Options) -> Request:
-    """Return the request that these arguments make; ValueError if they are not legal on any other ranks."""
+    """Return the request of these arguments; ValueError if they are illegal on any ring."""
     topology = options.topology
     communicators = topology.communicators
     backends = communicators and communicators.backends
@@ -140,18 +140,17 @@ def validate(tensors: Tensors, options: Options) -> Request:
 
 
 _LEGAL = Latest()
-"""Requests by kind of arguments; without their topology, whose process groups must not outlive it."""
+"""Requests by kind of arguments; without the topology, since a cache must not keep process groups alive."""
 
 
 def _kind_of(x: object) -> tuple[object, ...]:
-    """Return the properties of a tensor by which it is legal or not, but for tangents."""
+    """Return the properties of a tensor that the checks read, except tangents."""
     if not isinstance(x, Tensor) or x.is_nested:
         return (type(x), "nested")
     return type(x), x.shape, x.dtype, x.device, x.layout
 
 
 def _checked(tensors: Tensors, options: Options) -> Request:
-    """Return the request of arguments that no check refuses."""
     q, k, v, sinks, up = tensors
     topology, mask, config, scale, softcap, _, _, rotates = options
     check_settings(mask, config, scale, softcap, rotates)
@@ -176,17 +175,17 @@ def shard_of(
     latent: tuple[int, int] | None = None,
 ) -> Shard:
     """Return the shapes of a rank's tensors; q_shape: [batch, tokens, heads, head_dim]."""
-    own = dict(zip(("batch", "tokens", "heads", "head_dim"), q_shape, strict=True))
+    sizes = dict(zip(("batch", "tokens", "heads", "head_dim"), q_shape, strict=True))
     grad_dtype = dtype if dtype == torch.float64 else grad_dtype
     widths = {"kv_heads": kv_heads, "value_dim": value_dim, "latent": latent}
-    return Shard(**own, **widths, dtype=dtype, grad_dtype=grad_dtype)  # type: ignore[arg-type]
+    return Shard(**sizes, **widths, dtype=dtype, grad_dtype=grad_dtype)  # type: ignore[arg-type]
 
 
 def request_of(shard: Shard, device: str, options: Options, *, sinks: bool) -> Request:
     """Return the request of legal tensors of these shapes; see `validate`."""
     topology, mask, config, scale, softcap, return_lse, return_max_logit, rotates = options
     ranks = Ranks(topology.size, topology.intra_size)
-    Layout.of(config.layout).divisor(ranks.size)  # raises if it does not go with so many ranks
+    Layout.of(config.layout).divisor(ranks.size)  # raises if the layout does not fit the ranks
     degrees_of(config, ranks, shard)
     scale = shard.head_dim**-0.5 if scale is None else float(scale)  # numpy's too
     softcap = None if softcap is None else float(softcap)

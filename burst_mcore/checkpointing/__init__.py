@@ -1,9 +1,9 @@
-"""Recompute policies: what of attention a checkpointed layer keeps.
+"""Recompute policies: the attention results that a checkpointed layer saves.
 
-policy    Full, Segment, KeepAttention, Offload: the share of the sequence that a call keeps
+policy    Full, Segment, KeepAttention, Offload: the share of the sequence with saved results
 function  checkpoint, with a policy, and recorded: the same for checkpointing of other projects
 scope     Policy, and the attention calls of one checkpointed layer, recorded and replayed
-offload   where kept results wait for backward: on the device, or in pinned host memory
+offload   the memory of saved results: on the device, or pinned on the host
 """
 
 from burst_mcore.attention.replay import RecomputeError

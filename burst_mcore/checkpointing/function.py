@@ -1,4 +1,4 @@
-"""checkpoint: torch.utils.checkpoint.checkpoint, with a policy; and the same for other implementations."""
+"""checkpoint, torch.utils.checkpoint.checkpoint with a policy; recorded, for other implementations."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ def checkpoint(
     use_reentrant: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`function(*args)`, computed again in backward, but for what `policy` keeps of its attention.
+    """Return `function(*args)`, recomputed in backward, except attention results that `policy` saves.
 
     Args:
-        function: a layer, or several: whatever makes calls of `burst_attention`, the same ones each time.
+        function: one or several layers, which make the same calls of `burst_attention` each time.
         policy: default `Full()`.
-        use_reentrant: as in torch, where False is what is recommended.
+        use_reentrant: as in torch, which recommends False.
         kwargs: the other options of `torch.utils.checkpoint.checkpoint` (preserve_rng_state, context_fn,
-            determinism_check, debug, early_stop), and, unless it is reentrant, keyword arguments of the
-            function.
+            determinism_check, debug, early_stop), and, unless reentrant, keyword arguments of the function.
 
     Raises:
-        ValueError: policy is not one.
+        ValueError: policy is not a Policy.
         RecomputeError: in backward, if the recomputation does not repeat the forward.
     """
     run = recorded(function, Full() if policy is None else policy)
@@ -42,15 +41,15 @@ def checkpoint(
 
 
 def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
-    """`function` for ONE call of any implementation of checkpointing: Megatron's, DeepSpeed's, ...
+    """Wrap `function` for ONE call of any implementation of checkpointing: Megatron's, DeepSpeed's, ...
 
-    Its first call is the forward, which records; those that follow, in backward, are recomputations::
+    Its first call is the forward, which records; later calls, in backward, are recomputations::
 
         y = deepspeed.checkpointing.checkpoint(recorded(layer, policy), x)
 
     Raises:
-        ValueError: policy is not one.
-        RecomputeError: it is called again outside of a backward; or as `checkpoint`.
+        ValueError: policy is not a Policy.
+        RecomputeError: a second call outside of a backward; or as `checkpoint`.
     """
     if not isinstance(policy, Policy):
         raise ValueError(
@@ -79,7 +78,6 @@ def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
 
 
 def _name(function: Any) -> str:
-    """Return the name of a checkpointed function for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", function)

@@ -1,4 +1,4 @@
-"""Where kept results wait for backward: on their device, or in pinned host memory."""
+"""Saved results until backward: on their device, or in pinned host memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from burst_mcore.attention.replay import RecomputeError, SavedTail
 
 
 class OnDevice:
-    """Results kept on their device."""
+    """Saved results on their device."""
 
     def __init__(self, tail: SavedTail) -> None:
         self._tail = tail
         self._versions = _versions(tail.tensors)
 
     def take(self) -> SavedTail:
-        """Return the kept tensors.
+        """Return the saved tensors.
 
         Raises:
-            RecomputeError: somebody has written to them.
+            RecomputeError: a tensor was modified in place.
         """
         if _versions(self._tail.tensors) != self._versions:
             raise RecomputeError(
@@ -34,7 +34,7 @@ class OnDevice:
 
 
 class OffloadedResults:
-    """A call's results in pinned host memory, fetched when the results of the next call are taken."""
+    """A call's results in pinned host memory, prefetched when backward takes the next call's results."""
 
     def __init__(self, tail: SavedTail, before: weakref.ref[OffloadedResults] | None) -> None:
         self._cut, self._before = tail.cut, before
@@ -42,12 +42,12 @@ class OffloadedResults:
         self._here: list[Tensor] | None = None
 
     def fetch(self) -> None:
-        """Begin to bring the results back."""
+        """Start the copies back to the device."""
         if self._here is None:
             self._here = [_fetched(x, device) for x, device in self._there]
 
     def take(self) -> SavedTail:
-        """Return the results, back on their device."""
+        """Return the results on their device."""
         self.fetch()
         assert self._here is not None
         for x in self._here:
@@ -59,7 +59,7 @@ class OffloadedResults:
 
 
 def may_move(tail: SavedTail) -> bool:
-    """Return whether a tail may move to the memory of the host: one of CUDA tensors."""
+    """Return whether saved results may be offloaded: only CUDA tensors."""
     return any(x.is_cuda for x in tail.tensors)
 
 
@@ -68,7 +68,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _sent(x: Tensor) -> Tensor:
-    """Return the copy of a tensor in host memory, which is on its way."""
+    """Start the copy of a tensor to host memory; return the copy."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     stream = _stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
@@ -79,12 +79,12 @@ def _sent(x: Tensor) -> Tensor:
 
 
 def _fetched(host: Tensor, device: torch.device) -> Tensor:
-    with torch.cuda.stream(_stream(device)):  # behind the copy to the host, which is on the same stream
+    with torch.cuda.stream(_stream(device)):  # after the copy to the host, which is on the same stream
         return host.to(device, non_blocking=True)
 
 
 def _await(x: Tensor) -> None:
-    """Hold back the current stream until a tensor is back."""
+    """Let the current stream wait for the copy of a tensor."""
     current = torch.cuda.current_stream(x.device)
     current.wait_stream(_stream(x.device))
     x.record_stream(current)

@@ -1,4 +1,4 @@
-"""Recompute policies: which share of the sequence each attention call of a checkpointed layer keeps."""
+"""Recompute policies: the share of the sequence with saved results in each attention call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from burst_mcore.words import brief
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Keep nothing: compute all of attention again."""
+    """Save nothing: recompute attention."""
 
     @property
     def keeps_nothing(self) -> bool:
@@ -27,7 +27,7 @@ class Full(Policy):
 
 @dataclass(frozen=True)
 class KeepAttention(Policy):
-    """Keep O and LSE of everything: attention is computed once (selective checkpointing ++ of the paper)."""
+    """Save O and LSE of the whole sequence: no recompute (selective checkpointing ++ of the paper)."""
 
     def share(self, size: int) -> tuple[float, bool]:
         return 1.0, False
@@ -35,15 +35,17 @@ class KeepAttention(Policy):
 
 @dataclass(frozen=True)
 class Segment(Policy):
-    """Keep O and LSE of the last tokens of the global sequence; compute those of its head again.
+    """Save O and LSE of a suffix of the global sequence, and recompute the prefix.
 
-    keep: the share to keep, from 0 (`Full`) to 1 (`KeepAttention`); of a causal forward (1 - keep)^2 is
-        computed again. The share moves to the nearest cut that the layout balances (`cuts.cut_for` in
-        attention/geometry). Or "auto": the largest that fits `memory_gb`.
-    memory_gb: with "auto", GB (10^9 bytes) that kept results of this rank may take at once. The first step
-        keeps nothing, and counts the calls that share this memory: use one Segment for all steps.
+    BurstEngine, "Sequence-level Selective Checkpointing".
 
-    Raises ValueError where a field is not legal.
+    keep: the saved share, from 0 (`Full`) to 1 (`KeepAttention`); of a causal forward's pairs (1 - keep)^2
+        are recomputed. The share moves to the nearest cut that the layout balances (`cuts.cut_for` in
+        attention/geometry). Or "auto": the largest share that fits `memory_gb`.
+    memory_gb: with "auto", the GB (10^9 bytes) of saved results on this rank. The first step saves nothing,
+        and counts the calls that share this memory: use one Segment for all steps.
+
+    Raises ValueError if a field is not legal.
     """
 
     keep: float | str = 0.5
@@ -86,16 +88,16 @@ class Segment(Policy):
 
 
 class _Live:
-    """A count of the calls that are kept at once, step after step, and of their bytes now."""
+    """The number of calls with saved results in each step, and their current bytes."""
 
     def __init__(self) -> None:
         self.calls = self.bytes = 0
         self.most_calls: int | None = None
-        """In the last step; None in the first."""
+        """The maximum of the last step; None in the first step."""
         self._most = 0
 
     def share(self, budget: float, size: int) -> float:
-        """Return the largest share of each call that fits, if results take `size` bytes."""
+        """Return the largest share of each call that fits the budget, for results of `size` bytes."""
         if self.most_calls is None:
             return 0.0
         if not size:  # of a rank without tokens
@@ -104,7 +106,6 @@ class _Live:
         return share if self.bytes + share * size <= budget * (1 + 1e-9) else 0.0
 
     def count(self, held: Held, size: int) -> None:
-        """Count one more, until `held` is gone."""
         self.calls, self.bytes = self.calls + 1, self.bytes + size
         self._most = max(self._most, self.calls)
         weakref.finalize(held, self._gone, size).atexit = False
@@ -115,17 +116,16 @@ class _Live:
             self.most_calls, self._most = self._most, 0
 
     def __reduce__(self) -> tuple[type[_Live], tuple[()]]:
-        """Let a copy of a policy begin anew: tensors are kept for the original."""
+        """Reset the count in a copy of a policy: the tensors belong to the original."""
         return _Live, ()
 
 
 @dataclass(frozen=True)
 class Offload(Policy):
-    """Keep what `policy` keeps, in pinned host memory, and bring results back ahead of their use.
+    """Save the results of `policy` in pinned host memory, and prefetch them in backward.
 
-    CUDA tensors leave on a stream of their own while the forward goes on. Backward takes results in reverse
-    order: a call that takes its results has the results of the call before it brought back. CPU tensors stay
-    where they are.
+    CUDA tensors are copied on a separate stream during the forward. Backward takes results in reverse order:
+    a call that takes its results prefetches the results of the call before it. CPU tensors stay in place.
     """
 
     policy: Policy
@@ -153,7 +153,7 @@ class Offload(Policy):
 
 
 class _Chain:
-    """The results that were kept last, which backward takes first."""
+    """The most recently saved results, which backward takes first."""
 
     def __init__(self) -> None:
         self.last: weakref.ref[OffloadedResults] | None = None

@@ -1,7 +1,7 @@
 """The attention calls of one checkpointed call: its forward records them, its recomputation replays them.
 
-There is one `Record` for each checkpointed call, and calls are numbered within it, so that microbatches in
-flight, in whatever order they come back, and forwards that never come back cannot mix.
+Each checkpointed call has its own `Record` of numbered calls. So microbatches in flight cannot mix, whatever
+the order of their backwards, nor can forwards without a backward.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from burst_mcore.checkpointing.offload import OnDevice
 
 
 class Held(Protocol):
-    """A tail that is kept, on the device or elsewhere."""
+    """Saved results of a suffix, on the device or on the host."""
 
     def take(self) -> SavedTail:
-        """Return the tail; called once."""
+        """Return the results; called once."""
 
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """The part of attention's O and LSE that is kept; all else of a checkpointed layer is computed again."""
+    """The saved part of attention's O and LSE; the rest of a checkpointed layer is recomputed."""
 
     @property
     def keeps_nothing(self) -> bool:
@@ -43,21 +43,21 @@ class Policy(ABC):
 
     @abstractmethod
     def share(self, size: int) -> tuple[float, bool]:
-        """Return (share to keep of a call, whether less will do); size: bytes of its O and LSE."""
+        """Return (share of a call to save, whether it is an upper limit); size: bytes of its O and LSE."""
 
     def hold(self, tail: SavedTail) -> Held:
-        """Keep the tail of a call until the recomputation takes it."""
-        held = OnDevice(tail)
-        self.watch(held, tail)
-        return held
+        """Save the results of a call until the recomputation takes them."""
+        results = OnDevice(tail)
+        self.watch(results, tail)
+        return results
 
     def watch(self, held: Held, tail: SavedTail) -> None:  # noqa: B027  # few policies count
-        """Count a tail that is held, until nobody holds it any more."""
+        """Count saved results for as long as `held` lives."""
 
     def contexts(
         self,
     ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Return a `context_fn` for torch.utils.checkpoint, not reentrant, as libraries take it.
+        """Return a `context_fn` for non-reentrant torch.utils.checkpoint, which libraries take as an option.
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
         """
@@ -68,7 +68,7 @@ class Policy(ABC):
 
 
 class _Again(contextlib.AbstractContextManager[None]):
-    """The context of a recomputation, which may be entered once for each backward."""
+    """The context of recomputations, entered once for each backward."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -83,7 +83,7 @@ class _Again(contextlib.AbstractContextManager[None]):
 
 
 class Record:
-    """The calls of attention that one checkpointed call made, and the tails that it kept."""
+    """The attention calls of one checkpointed call, and their saved results."""
 
     def __init__(self, policy: Policy, name: str) -> None:
         self.policy, self.name = policy, name
@@ -102,19 +102,19 @@ class Record:
         """Wrap the recomputation.
 
         Raises:
-            RecomputeError: the recomputation came to its end, and made fewer calls than the forward.
+            RecomputeError: the recomputation ended with fewer calls than the forward.
         """
         again = _Recomputation(self)
         with replaying(again):
             yield
         if again.calls < len(self.call_ids):
-            missing = self.call_ids[again.calls]
+            call_id = self.call_ids[again.calls]
             error = RecomputeError(
                 f"the recomputation of {self.name} made {again.calls} calls of burst_attention, but its "
-                f"forward made {len(self.call_ids)}; the next was {missing}: a checkpointed function must do "
+                f"forward made {len(self.call_ids)}; the next was {call_id}: a checkpointed function must do "
                 f"the same both times"
             )
-            agreement = agreement_of(missing.topology)
+            agreement = agreement_of(call_id.topology)
             if agreement is not None:  # the other ranks may wait for the call
                 agreement.refuse(error)
             raise error
@@ -153,19 +153,19 @@ class _Recomputation:
                 f"call {number + 1} of burst_attention in the recomputation of {record.name}, {call_id}, is "
                 f"another than in its forward: {call_id.unlike(record.call_ids[number])}"
             )
-        held, record.held[number] = record.held[number], None
+        results, record.held[number] = record.held[number], None
         try:
-            return None if held is None else held.take()
+            return None if results is None else results.take()
         except RecomputeError as error:
             raise RecomputeError(f"{call_id} in {record.name}: {error}") from error
 
 
 def is_recorded(policy: Policy) -> bool:
     """Return whether a forward that begins now is recorded: a recomputation may follow, and differ."""
-    same_graph = policy.keeps_nothing and torch.compiler.is_compiling()  # of both runs
+    same_graph = policy.keeps_nothing and torch.compiler.is_compiling()  # of forward and recomputation
     return torch.is_grad_enabled() and not same_graph
 
 
 def in_backward() -> bool:
-    """Return whether this thread is in the middle of a backward, where recomputations take place."""
+    """Return whether this thread is in a backward, where recomputations take place."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,4 +1,4 @@
-"""Functions of other projects by their names: a training stack changes one import.
+"""Functions with the names of other projects' functions: a training stack changes one import.
 
-ring_flash_attn  those of ring-flash-attention that put a ring under transformers' flash attention
+ring_flash_attn  ring-flash-attention's adapter of transformers' flash attention
 """

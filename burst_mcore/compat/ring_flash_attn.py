@@ -1,8 +1,8 @@
-"""A stand-in for the functions of ring-flash-attention that put a ring under transformers' flash attention.
+"""A replacement for ring-flash-attention's adapter of transformers' flash attention.
 
 Stacks that call `substitute_hf_flash_attn` once and `update_ring_flash_attn_params` before each forward
 (OpenRLHF, prime-rl, axolotl, slime's FSDP) import them from here. The contract is the same: one packed row,
-sharded in equal contiguous parts, cu_seqlens of the whole row, and losses and gradients are the caller's.
+sharded in equal contiguous parts, cu_seqlens of the whole row, and the caller reduces losses and gradients.
 https://github.com/zhuzilin/ring-flash-attention, ring_flash_attn/adapters/hf_adapter.py, at 123f924.
 """
 
@@ -19,13 +19,13 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.mask import Mask
 
 CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
-"""How callers shard sequences; heads are shared where that is faster, since such parts are not balanced."""
+"""The callers' layout; with head parallelism where it is faster, since contiguous parts are not balanced."""
 PREFIX = "flash_attention_"
-"""Of the names of attention that are replaced."""
+"""The prefix of the names of replaced attention functions."""
 
 
 class _State:
-    """The ring of this process, and the documents of the forward that runs."""
+    """The ring of this process, and the documents of the current forward."""
 
     topology: Topology | None = None
     ends: tuple[int, ...] = ()
@@ -33,15 +33,15 @@ class _State:
 
 
 _originals: dict[str, Any] = {}
-"""By name, transformers' own attention."""
+"""Transformers' attention functions by name."""
 
 
 def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: int = 1) -> None:
-    """Put BurstAttention under every flash attention of transformers. Collective over the group.
+    """Replace every flash attention of transformers by BurstAttention. Collective over the group.
 
     Args:
         process_group: the ranks that share a sequence.
-        heads_k_stride: not used: keys and values rotate by hops, with all their heads.
+        heads_k_stride: unused: keys and values rotate with all their heads.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -53,10 +53,10 @@ def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: i
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: dist.ProcessGroup) -> None:
-    """Say which documents the whole row of the next forwards has.
+    """Set the documents of the whole row in the next forwards.
 
     Args:
-        cu_seqlens: ends of the documents, from 0 to the number of tokens. Tokens behind the last end, up to
+        cu_seqlens: ends of the documents, from 0 to the number of tokens. Tokens after the last end, up to
             the next multiple of the ranks, are padding: axolotl pads a row after this call.
         process_group: as in `substitute_hf_flash_attn`.
 
@@ -74,7 +74,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: dist.Proces
 
 
 def use_ring_attn(flag: bool) -> None:
-    """Turn the ring on, or give transformers its own flash attention back, as for whole rows on each rank."""
+    """Turn the ring on, or off: transformers' flash attention for whole rows on each rank."""
     _State.on = flag
 
 
@@ -90,18 +90,18 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface; the mask is causal within the documents, whatever came as one.
+    """Implement transformers' attention interface, causal within the documents; attention_mask is ignored.
 
-    A sliding window has as many tokens as without a ring, the query's own included.
+    A sliding window counts tokens as without a ring, with the query's own.
     """
     if not _State.on:
         settings: Any = module.config
         name = settings._attn_implementation
-        found: tuple[Tensor, None] = _originals[name](
+        result: tuple[Tensor, None] = _originals[name](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
             sliding_window=sliding_window, softcap=softcap, **others,
         )  # fmt: skip
-        return found
+        return result
     assert _State.topology is not None
     ends, size = _State.ends, _State.topology.size
     if not ends or ends[-1] != query.shape[2] * size or len(query) != 1:

@@ -1,8 +1,8 @@
-"""Layouts: which rank holds which tokens of a sequence, and the tensors sharded so.
+"""Layouts: the tokens of a sequence on each rank, and sharded tensors.
 
-kinds     the ways to share out tokens, a class each: contiguous, zigzag, striped, ...; ranges of tokens
-layout    Layout, the value that names a kind with its parameters; shard, unshard, positions
-balance   how many pairs of a mask each rank would compute, and the layout that evens them out
+kinds     the kinds of layouts, a class each: contiguous, zigzag, striped, ...; ranges of tokens
+layout    Layout, the value of a kind with its parameters; shard, unshard, positions
+balance   the query-key pairs of each rank under a mask, and the layout that balances them
 """
 
 from burst_mcore.layout.kinds import KINDS, NAMES, joined

@@ -1,7 +1,7 @@
-"""The work of each token and rank under a mask, and layouts that even it out. Pure functions.
+"""The work of each token and rank under a mask, and balanced layouts. Pure functions.
 
-Work is counted in query-key pairs: on the side of the queries (forward, and backward where K, V rotate) and
-on that of the keys (backward where queries rotate).
+Work is counted in query-key pairs: by queries (forward, and backward if K and V rotate) and by keys
+(backward if queries rotate). The imbalance of G ranks is max_r work_r / mean_r work_r.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from burst_mcore.mask.bands import transposed as exchanged
 from burst_mcore.words import brief
 
 EVEN = 1.05
-"""A layout counts as balanced up to this ratio of the busiest rank's work to the mean."""
+"""The maximum imbalance of a balanced layout."""
 EVEN_WINDOW = 1.10
-"""The ratio for windows: contiguous, ranks exchange halos with neighbours only, which is worth a little."""
+"""The maximum for windows: a contiguous layout exchanges halos with neighbours only, worth some imbalance."""
 FINEST = 64
-"""The most chunks that `layout_for` shards to a rank."""
+"""The maximum chunks of a rank in `layout_for`."""
 LOOKED_AT = 8
-"""How many ranks, those with the least work, a chunk may go to."""
+"""The number of candidate ranks for a chunk, with the least work."""
 
 
 def keys_per_query(mask: Mask, n: int) -> Tensor:
-    """Return how many keys each query sees, int64 [n].
+    """Return the number of keys that each query sees, int64 [n].
 
     Raises:
-        ValueError: the mask does not go with n tokens.
+        ValueError: the mask does not fit n tokens.
     """
     return _per_row(mask, n, transposed=False)
 
 
 @lru_cache(maxsize=16)
 def _per_row(mask: Mask, n: int, transposed: bool) -> Tensor:
-    """Return how many keys each query sees, or how many queries see each key (`transposed`), int64 [n]."""
+    """Return the number of keys of each query, or of queries of each key (`transposed`), int64 [n]."""
     bands = mask.bands(n)
     if transposed:
         bands = exchanged(bands)
@@ -57,14 +57,15 @@ def _per_row(mask: Mask, n: int, transposed: bool) -> Tensor:
 def _count(bands: Tensor, n: int) -> Tensor:
     """Return the number of keys that each of n queries sees in disjoint bands.
 
-    In band (q0, q1, k0, k1, low, high) query i sees clamp(i + high + 1 - k0, 0, k1 - k0) keys, less those
-    below i + low. Each clamp is a ramp, two changes of slope, so that sums of sums make the whole.
+    In band (q0, q1, k0, k1, low, high) with w = k1 - k0, query i sees
+    clamp(i + high + 1 - k0, 0, w) - clamp(i + low - k0, 0, w) keys. A clamp is a ramp with two changes of
+    slope, so two cumulative sums count all bands.
     """
     jumps, slopes = torch.zeros(n + 1, dtype=torch.int64), torch.zeros(n + 2, dtype=torch.int64)
     q0, q1, k0, k1, low, high = bands.unbind(1)
     q0, q1, wide = q0.clamp(0, n), q1.clamp(0, n), k1 - k0
     some = (q0 < q1) & (wide > 0)
-    for sign, begins in ((1, k0 - high - 1), (-1, k0 - low)):  # the query before the first that counts
+    for sign, begins in ((1, k0 - high - 1), (-1, k0 - low)):  # the last query with a count of 0
         a, b, c, w = (x[some] for x in (q0, q1, begins, wide))
         jumps.index_add_(0, a, sign * (a - c).clamp(min=0).minimum(w))
         jumps.index_add_(0, b, -sign * (b - 1 - c).clamp(min=0).minimum(w))
@@ -76,7 +77,7 @@ def _count(bands: Tensor, n: int) -> Tensor:
 
 
 class Sharded(Protocol):
-    """The part of `Layout` that this file needs; `Layout` imports this file."""
+    """The interface of `Layout` for this file, which `Layout` imports."""
 
     def run_table(self, n: int, size: int) -> Tensor: ...
 
@@ -85,7 +86,7 @@ def work(layout: Sharded, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor
     """Return the query-key pairs of each rank, int64 [size]: of its queries, and of its keys.
 
     Raises:
-        ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
+        ValueError: the mask does not fit n tokens, or the layout the number of ranks.
     """
     whole = torch.tensor([n])
     of_queries, of_keys = (
@@ -107,7 +108,7 @@ def pairs_before(
         ValueError: as `work`.
     """
     rank, start, stop, steps = layout.run_table(n, size).unbind(1)
-    if (step := int(steps[0])) > 1:  # all runs have that step, and begin before its end
+    if (step := int(steps[0])) > 1:  # striped: all runs have this step, and start within the first
         rows = _per_row(mask, n, transposed)
         padded = (torch.nn.functional.pad(rows[:cut], (0, -cut % step)) for cut in cuts.tolist())
         return torch.stack([each.view(len(each) // step, step).sum(0)[start] for each in padded])
@@ -123,10 +124,7 @@ def _sums(mask: Mask, n: int, transposed: bool) -> Tensor:
 
 
 def imbalance(layout: Sharded, mask: Mask, n: int, size: int) -> float:
-    """Return the work of the busiest rank over the mean, of queries or of keys: the larger; 1.0 is even.
-
-    Raises as `work`.
-    """
+    """Return the work of the busiest rank over the mean, the larger of queries and keys. Raises as `work`."""
     return max(
         (float(side.max()) * size / float(side.sum()) if side.any() else 1.0)
         for side in work(layout, mask, n, size)
@@ -135,7 +133,7 @@ def imbalance(layout: Sharded, mask: Mask, n: int, size: int) -> float:
 
 @lru_cache(maxsize=64)
 def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
-    """Return the first layout that balances `mask`, in the order of rows moved; else the most balanced.
+    """Return the first layout that balances `mask`, in the order of remote rows; else the most balanced.
 
     make: the class Layout. See `Layout.for_mask`.
     """
@@ -155,7 +153,7 @@ def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
 
 
 def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
-    """Yield the fields of layouts, those first that move few rows."""
+    """Yield the fields of layouts, in the order of remote rows."""
     yield {"kind": "contiguous"}
     if size > 1:
         yield {"kind": "zigzag"}
@@ -170,7 +168,7 @@ def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _sharded(mask: Mask, n: int, size: int, each: int) -> tuple[tuple[int, ...], ...]:
-    """Shard chunks, those with most work first, each to the rank that then has least: `each` chunks a rank.
+    """Assign `each` chunks to a rank, greedily: the chunk with most work first, to the rank with least then.
 
     Candidates are the `LOOKED_AT` ranks with the least work before.
     """

@@ -1,7 +1,7 @@
-"""The kinds of layouts, a class each: which tokens of a sequence each rank of a ring holds.
+"""The kinds of layouts, a class each: the tokens of a sequence on each rank of a ring.
 
-A new kind is a subclass of `LayoutKind` in this file, most often of `Periodic`. Its class states a word and,
-for a number in that word, a field; words of layouts, checks, pickles, plans and costs then know the kind.
+A new kind is a subclass of `LayoutKind` in this file, most often of `Periodic`. Its class has a name and, for
+a number in the name, a field; names of layouts, checks, pickles, plans and costs then know the kind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def joined(runs: Iterable[range]) -> Runs:
 
 
 def joined_table(ranks: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """Return the runs of all ranks as a table, int64 [runs, 4]: rank, start, stop, step 1; neighbours as one.
+    """Return the runs of all ranks, neighbours joined, int64 [runs, 4]: rank, start, stop, step 1.
 
     Args:
         ranks, start, stop: int64 [ranks, runs of a rank], ascending within each rank; runs may be empty.
@@ -52,7 +52,7 @@ def joined_table(ranks: Tensor, start: Tensor, stop: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """A way to shard a sequence over the G ranks of a ring. Its fields are its parameters, with defaults.
+    """A kind of sharding of a sequence over the G ranks of a ring; its fields are parameters with defaults.
 
     Methods get a length that `divisor` divides, and at least two ranks.
     """
@@ -60,13 +60,13 @@ class LayoutKind:
     word: ClassVar[str]
     """The name under which the class is registered."""
     number: ClassVar[str] = ""
-    """The field whose value, at least 1, follows the word, as 128 in block-striped:128; "": no number."""
+    """The field of the number (at least 1) in a name, as 128 in block-striped:128; "": no number."""
     usual: ClassVar[int | None] = None
-    """The number of a word without one; None: it must be written."""
+    """The default number of a name; None: no default."""
     written: ClassVar[str] = ""
-    """How the word is written, for messages and docs; "": the kind has no word that is enough."""
+    """The syntax of the name, for errors and docs; "": a name is not enough for the kind."""
     even_everywhere: ClassVar[bool] = False
-    """Whether ranks hold as many tokens (give or take one) before every position of the sequence."""
+    """Whether ranks hold equally many tokens (+-1) before every position of the sequence."""
     even_at_edges: ClassVar[bool] = False
     """Whether ranks have the same causal work before each of `edges`."""
 
@@ -89,18 +89,18 @@ class LayoutKind:
 
     @property
     def length(self) -> int:
-        """The only length of sequences that it shards; 0: any."""
+        """The only legal length of sequences; 0: any length."""
         return 0
 
     def check(self, size: int) -> None:
-        """Raise ValueError if the layout does not go with so many ranks."""
+        """Raise ValueError if the layout does not fit the number of ranks."""
 
     def divisor(self, size: int) -> int:
-        """Return what the padded sequence length is a multiple of."""
+        """Return the divisor of padded sequence lengths."""
         raise NotImplementedError
 
     def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
-        """Return the global positions that a rank holds, ascending: disjoint ranges of one step."""
+        """Return the global positions of a rank, ascending: disjoint ranges of one step."""
         raise NotImplementedError
 
     def run_table(self, n: int, size: int) -> Tensor:
@@ -113,15 +113,15 @@ class LayoutKind:
         return None
 
     def edges(self, n: int, size: int) -> Tensor:
-        """Return ascending positions between which the sequence is sharded alike, int64 [edges], from 0."""
+        """Return the ascending edges of the layout's pieces, int64 [edges], from 0."""
         return torch.arange(0, n, n // self.divisor(size))
 
 
 class Chunked(LayoutKind):
-    """A kind that cuts the sequence into equal chunks."""
+    """A kind with equal chunks of the sequence."""
 
     def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
-        """Return the numbers of the chunks that a rank holds, ascending."""
+        """Return the ascending numbers of a rank's chunks."""
         raise NotImplementedError
 
     def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
@@ -138,14 +138,14 @@ class Chunked(LayoutKind):
 
 
 class Periodic(Chunked):
-    """A kind that shards equal pieces of the sequence, its periods, all in the same way."""
+    """A kind with equal periods of the sequence, all sharded alike."""
 
     def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
-        """Return the chunks of a period that a rank holds, ascending; all ranks hold as many."""
+        """Return a rank's chunks of a period, ascending; all ranks have equally many."""
         raise NotImplementedError
 
     def periods(self, n: int) -> int:
-        """Return the number of periods in n tokens; where n counts, state `divisor` too."""
+        """Return the number of periods in n tokens; if it depends on n, override `divisor`, too."""
         return 1
 
     def divisor(self, size: int) -> int:
@@ -172,9 +172,10 @@ class Contiguous(Periodic):
 
 
 class Zigzag(Periodic):
-    """The sequence is cut into 2G chunks; rank r holds chunks r and 2G-1-r.
+    """The sequence is cut into 2G chunks; rank r holds chunks r and 2G-1-r (BurstEngine, equation 11).
 
-    Under a causal mask every rank has the same work. Megatron-Core's layout for context parallelism.
+    Under a causal mask every rank has the same work: with chunks of P tokens, P = N / 2G, the queries of a
+    rank see P (rP + (2G-1-r) P) + P (P+1) = P (N+1) keys. Megatron-Core's context-parallel layout.
     """
 
     word = written = "zigzag"
@@ -184,7 +185,7 @@ class Zigzag(Periodic):
 
 
 class Striped(LayoutKind):
-    """Rank r holds every G-th token, from r on."""
+    """Rank r holds every G-th token, from r on (BurstEngine, equation 13)."""
 
     word = written = "striped"
     even_everywhere = True
@@ -213,7 +214,7 @@ class StackedZigzag(Zigzag):
 class BlockStriped(Contiguous):
     """Each block of `block` tokens, a multiple of G, is cut into G pieces; rank r holds the r-th of each.
 
-    The paper's balance for block-wise sparse masks.
+    The paper's layout for block-wise sparse masks ("Sparse Attention Integration").
     """
 
     word, written = "block-striped", "block-striped:B (blocks of B)"
@@ -240,7 +241,7 @@ class BlockStriped(Contiguous):
 
 @dataclass(frozen=True)
 class Chunks(Chunked):
-    """The sequence is cut into equal chunks, of which rank r holds `chunks[r]`: see `Layout.for_mask`."""
+    """The sequence is cut into equal chunks; rank r holds `chunks[r]`: see `Layout.for_mask`."""
 
     word = "chunks"
 
@@ -270,8 +271,7 @@ class Chunks(Chunked):
 class ZigzagDocuments(LayoutKind):
     """Each document of a packed sequence is sharded zigzag: Megatron-Core's layout for packed sequences.
 
-    Documents begin at `ends`, from 0, and the last of `ends` is the end of the sequence (cu_seqlens). They
-    must be multiples of 2G tokens.
+    `ends` are cu_seqlens, from 0 to the end of the sequence. Documents must have multiples of 2G tokens.
     """
 
     word = "zigzag-documents"
@@ -290,10 +290,10 @@ class ZigzagDocuments(LayoutKind):
         return self.ends[-1]
 
     def check(self, size: int) -> None:
-        if size > 1 and (odd := [end for end in self.ends if end % (2 * size)]):
+        if size > 1 and (illegal := [end for end in self.ends if end % (2 * size)]):
             raise ValueError(
                 f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} "
-                f"tokens; one ends at {odd[0]}"
+                f"tokens; one ends at {illegal[0]}"
             )
 
     def divisor(self, size: int) -> int:
@@ -321,29 +321,29 @@ class ZigzagDocuments(LayoutKind):
 
 
 def kind_of(word: str, parameters: dict[str, Any]) -> LayoutKind:
-    """Return the kind called `word` with its parameters; those of other kinds may have their defaults.
+    """Return the kind called `word` with its parameters; other kinds' parameters must have their defaults.
 
     Raises:
         ValueError: no such kind, a parameter that is not legal, or that belongs to another kind.
     """
     if word not in BY_WORD:
         raise ValueError(f"unknown layout {word!r}; legal: {NAMES}")
-    own = {field.name for field in fields(BY_WORD[word])}
-    for name in parameters.keys() - own:
+    names = {field.name for field in fields(BY_WORD[word])}
+    for name in parameters.keys() - names:
         if name not in DEFAULTS:
             raise TypeError(f"unknown parameter {name!r} of a layout; legal: {', '.join(DEFAULTS)}")
         value = parameters[name]
         if isinstance(value, Tensor) or value != DEFAULTS[name]:
             takers = ", ".join(kind.word for kind in BY_WORD.values() if name in kind.__dataclass_fields__)
             raise ValueError(f"{name} is for layout {takers} only, got {name}={value} with {word}")
-    return BY_WORD[word](**{name: value for name, value in parameters.items() if name in own})
+    return BY_WORD[word](**{name: value for name, value in parameters.items() if name in names})
 
 
 def kind_from(text: str) -> LayoutKind:
-    """Return the kind that a word such as "zigzag" or "block-striped:128" says.
+    """Return the kind of a name such as "zigzag" or "block-striped:128".
 
     Raises:
-        ValueError: no kind's word, a number that is missing, or one too many.
+        ValueError: an unknown name, or a missing or superfluous number.
     """
     word, _, number = text.partition(":")
     kind = BY_WORD.get(word)
@@ -382,8 +382,8 @@ def _checked_ends(ends: Any) -> tuple[int, ...]:
 
 
 KINDS = tuple(BY_WORD)
-"""The words of all kinds."""
+"""The names of all kinds."""
 NAMES = ", ".join(kind.written for kind in BY_WORD.values() if kind.written)
-"""How a layout is written as a word."""
+"""The syntax of the names of layouts."""
 DEFAULTS: dict[str, Any] = {field.name: field.default for kind in BY_WORD.values() for field in fields(kind)}
 """The parameters of all kinds, with the values that stand for "not given"."""

@@ -1,11 +1,11 @@
-"""Which token of the global sequence sits on which rank: pure functions of (rank, size).
+"""The layout of a sequence: the tokens of each rank, as pure functions of (rank, size).
 
-A rank's share of a sequence of n tokens is a tuple of *runs*, `range` objects of global positions, in
-ascending order, which is the order in which the rank stores them. Everything else (positions, shard, unshard,
-the attention plan) reads the runs. What the runs are is said by the layout's kind: see `kinds`.
+A rank's shard of n tokens is a tuple of *runs*, `range` objects of global positions, in ascending order, the
+order of its rows in memory. Everything else (positions, shard, unshard, the attention plan) reads the runs.
+The layout's kind defines them: see `kinds`.
 
-A sequence whose length does not divide is sharded as if it were longer: ranks that hold the last positions
-have fewer tokens.
+A sequence with an indivisible length is sharded as if it were padded: ranks with the last positions have
+fewer tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from burst_mcore.mask import Mask
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """How a sequence is sharded over the G ranks of a ring.
+    """The sharding of a sequence over the G ranks of a ring.
 
     `Layout("zigzag")`, `Layout("stacked-zigzag", stacks=4)`, `Layout("chunks", chunks=((0, 3), (1, 2)))`: the
-    word of a class in `burst_mcore.layout.kinds`, which says how it shards, and that class's parameters. They
-    can be read from any layout: `layout.block` is 0 where there are no blocks. Layouts compare, hash and
-    pickle by value.
+    name of a class in `burst_mcore.layout.kinds`, and its parameters. Every layout has the parameters of all
+    kinds: `layout.block` is 0 without blocks. Layouts compare, hash and pickle by value.
 
-    Raises ValueError where the word or a parameter is not legal.
+    Raises ValueError if the name or a parameter is not legal.
     """
 
     rule: LayoutKind
@@ -42,11 +41,11 @@ class Layout:
 
     @property
     def kind(self) -> str:
-        """The word of its kind."""
+        """The name of its kind."""
         return self.rule.word
 
     def __getattr__(self, name: str) -> Any:
-        """Return a parameter, of other kinds too."""
+        """Return a parameter of any kind: the default for another kind's."""
         if name not in DEFAULTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.rule, name, DEFAULTS[name])
@@ -63,11 +62,11 @@ class Layout:
         return {field.name: getattr(self.rule, field.name) for field in fields(self.rule)}
 
     def __reduce__(self) -> tuple[Callable[[], Layout], tuple[()]]:
-        return partial(Layout, self.kind, **self._parameters), ()  # without its hash, of this process
+        return partial(Layout, self.kind, **self._parameters), ()  # the cached hash is this process's
 
     @classmethod
     def of(cls, layout: Layout | str) -> Layout:
-        """Return a layout from itself or from its word, such as "zigzag" or "block-striped:128".
+        """Return a layout from itself or from its name, such as "zigzag" or "block-striped:128".
 
         Raises:
             ValueError: for anything else.
@@ -81,15 +80,14 @@ class Layout:
 
     @classmethod
     def for_mask(cls, mask: Mask, n: int, size: int) -> Layout:
-        """Return the layout that balances `mask` over n tokens and `size` ranks, and moves little.
+        """Return the layout that balances `mask` over n tokens and `size` ranks, with little communication.
 
-        The first of contiguous, zigzag, stacked zigzag, chunks sharded one by one to the rank with the least
-        work, finer and finer, and striped under which the busiest rank has at most 1.05 times the mean work
-        (1.10 for a window alone), on the side of the queries and on that of the keys; where none does, the
-        most balanced: see `burst_mcore.layout.balance`.
+        Candidates in order: contiguous, zigzag, stacked zigzag, finer and finer chunks (each chunk to the
+        rank with the least work), striped. The result is the first with at most 1.05 times the mean work on
+        the busiest rank (1.10 for a window alone), by queries and by keys, else the most balanced.
 
         Raises:
-            ValueError: the mask does not go with n tokens, or size is not a number of ranks.
+            ValueError: the mask does not fit n tokens, or size is not a number of ranks.
         """
         layout: Layout = layout_for(mask, n, size, cls)  # type: ignore[arg-type]  # a class is hashable
         return layout
@@ -105,15 +103,15 @@ class Layout:
         return str(self.rule)
 
     def divisor(self, size: int) -> int:
-        """Return the number of which padded lengths are multiples, on a ring of `size` ranks.
+        """Return the divisor of padded lengths, on a ring of `size` ranks.
 
         Raises:
-            ValueError: the layout does not go with so many ranks.
+            ValueError: the layout does not fit the number of ranks.
         """
         return _divisor(self, size)
 
     def padded(self, n: int, size: int) -> int:
-        """Return the length that a sequence of n tokens is sharded as: the next multiple of `divisor`.
+        """Return the padded length of a sequence of n tokens: the next multiple of `divisor`.
 
         Raises:
             ValueError: as `divisor`; or n < 1.
@@ -126,7 +124,7 @@ class Layout:
         return -(-n // divisor) * divisor
 
     def runs(self, n: int, rank: int, size: int) -> Runs:
-        """Global positions of `rank`, ascending, as ranges; of the padded sequence, so some may be >= n.
+        """Return the global positions of `rank`, ascending, as ranges; positions of padding are >= n.
 
         Raises:
             ValueError: rank outside the ring, or as `padded`.
@@ -148,12 +146,12 @@ class Layout:
     def chunk_table(self, n: int, size: int) -> Tensor | None:
         """Return the equal chunks of the padded sequence by rank, int64 [size, chunks of a rank].
 
-        None where a layout does not shard equal chunks.
+        None if the layout has no equal chunks.
         """
         return None if size == 1 else self.rule.chunk_table(self.padded(n, size), size)
 
     def edges(self, n: int, size: int) -> Tensor:
-        """Ascending positions between which the layout shards one token like the next, int64 [edges], from 0.
+        """Return the ascending edges of the layout's pieces, int64 [edges], from 0.
 
         Raises:
             ValueError: as `padded`.
@@ -170,9 +168,9 @@ def _divisor(layout: Layout, size: int) -> int:
 
 
 def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:
-    """Global index of each row that `rank` holds, int64 [local rows], in local order.
+    """Return the global position of each row of `rank`, int64 [local rows], in local order.
 
-    `n` is the length of the GLOBAL sequence in tokens. Ranks hold as many rows each if the layout's divisor
+    `n` is the length of the GLOBAL sequence in tokens. Ranks hold equally many rows if the layout's divisor
     divides n; else some hold fewer, perhaps none.
 
     Raises:
@@ -184,7 +182,7 @@ def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") 
 
 
 def shard(x: Tensor, dim: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:
-    """Return the rows of `x` along `dim` that `rank` holds, as a new contiguous tensor. Differentiable.
+    """Return the shard of `x` along `dim` of `rank`, as a new contiguous tensor. Differentiable.
 
     Raises:
         ValueError: as `Layout.runs`, with n = x.shape[dim].
@@ -201,8 +199,7 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
     """Return the global tensor from every rank's part, in rank order: the inverse of `shard`. Differentiable.
 
     Raises:
-        ValueError: no parts, parts that differ in another dimension, or lengths that the layout cannot have
-            sharded.
+        ValueError: no parts, parts that differ in another dimension, or lengths other than the layout's.
     """
     parts = list(parts)
     shapes = [tuple(part.shape) for part in parts]

@@ -1,4 +1,4 @@
-"""A call's arguments, checked together on all ranks that share it; and the call without its tensors."""
+"""A call's arguments, checked on all its ranks together, and the call without its tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossArguments(NamedTuple):
-    """As `fused_linear_cross_entropy` takes them; `terms` are those of `Terms`."""
+    """The arguments of `fused_linear_cross_entropy`; `terms` has the fields of `Terms`."""
 
     hidden: Tensor
     weight: Tensor
@@ -58,10 +58,10 @@ class LossCall:
     gradients: bool
     """Whether autograd records."""
     valid_tokens: int
-    """How many labels are not ignored."""
+    """The number of labels that are not ignored."""
 
     def head(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Head:
-        """Return the head of so many valid tokens."""
+        """Return the head for a number of valid tokens."""
         dtype = torch.float64 if weight.dtype == torch.float64 else self.grad_weight_dtype
         products = products_for(weight.dtype, weight.device, self.terms)
         width = max(self.vocabulary.most_rows, weight.shape[1])  # ranks must have the same number of chunks
@@ -73,10 +73,10 @@ class LossCall:
 
 
 def checked(a: LossArguments, wrong: str | None = None) -> LossCall:
-    """Return the call if all ranks of its groups make the same call. wrong: an error that the caller found.
+    """Return the call if all ranks of its groups make the same call. wrong: an error of the caller's checks.
 
     Raises:
-        ValueError: on all of those ranks, if any of them gives what it must not; it names rank and argument.
+        ValueError: on all ranks of the groups, if an argument of any is illegal; it names rank and argument.
     """
     groups = [g for g in (a.tp_group, a.cp_group) if isinstance(g, dist.ProcessGroup)]
     groups = [g for g in groups if dist.get_world_size(g) > 1]
@@ -114,10 +114,10 @@ def _agreed(
     numbers: list[int],
     valid_tokens: int,
 ) -> list[list[int]]:
-    """Return the numbers of all ranks of tp_group, if all ranks of `groups` make the same call without error.
+    """Return the numbers of all ranks of tp_group, if all ranks of `groups` make the same legal call.
 
-    First tp_group compares: only then is it known whether the parts of the vocabulary fit. The other group
-    hears of an error in it too, so that all ranks come to the same end.
+    First tp_group compares, and checks that the parts of the vocabulary fit. The other group learns of an
+    error there, too, so that all ranks raise.
     """
     signature = whole_signature = _signature(a)
     if tp_group is not None and error is None:
@@ -143,7 +143,7 @@ def _agreed(
 
 
 def _wrong(a: LossArguments, tp_group: dist.ProcessGroup | None) -> str | None:
-    """Return the error in this rank's arguments, taken alone; None: they are legal."""
+    """Return the error in this rank's arguments; None if they are legal."""
     try:
         Terms(**a.terms)
         for check in (_wrong_tensors, _wrong_words):
@@ -230,7 +230,7 @@ def _wrong_shapes(a: LossArguments, tp_size: int) -> str | None:
 
 
 def _values(a: LossArguments) -> tuple[int, int, int, int]:
-    """Return the largest label, minus the smallest, whether a weight is illegal, and the number of labels.
+    """Return max label, -min label, whether a weight is illegal, and the number of valid labels.
 
     In one transfer from the device.
     """
@@ -240,12 +240,12 @@ def _values(a: LossArguments) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     labels = a.labels.long()
     valid = labels != a.ignore_index
-    seen = labels.clamp(min=-(2**62)).where(valid, 0)
+    valid_labels = labels.clamp(min=-(2**62)).where(valid, 0)
     wrong = labels.new_zeros(()) if a.weights is None else ~_right(a).all()
-    most, minus_least, negative, count = torch.stack(
-        [seen.max(), -seen.min(), wrong.long(), valid.sum()]
+    maximum, negated_minimum, negative, count = torch.stack(
+        [valid_labels.max(), -valid_labels.min(), wrong.long(), valid.sum()]
     ).tolist()
-    return most, minus_least, negative, count
+    return maximum, negated_minimum, negative, count
 
 
 def _right(a: LossArguments) -> Tensor:
@@ -269,9 +269,9 @@ def _wrong_together(a: LossArguments, everyones: list[list[int]], valid_tokens: 
     sharded = [shard(size, len(rows), rank)[1] for rank in range(len(rows))]
     if rows != sharded:
         return f"weights have {rows} rows by rank of tp_group; {size} must be sharded as {sharded}"
-    most, minus_least = (max(numbers[i] for numbers in everyones) for i in (1, 2))
-    if most >= max(1, size) or minus_least > 0:
-        label = most if most >= size else -minus_least
+    maximum, negated_minimum = (max(numbers[i] for numbers in everyones) for i in (1, 2))
+    if maximum >= max(1, size) or negated_minimum > 0:
+        label = maximum if maximum >= size else -negated_minimum
         return f"labels must be in [0, {size}) or {a.ignore_index} (ignore_index), got {label}"
     if size == 0 and valid_tokens:
         return "the vocabulary is empty, but labels are not all ignored"
@@ -279,7 +279,7 @@ def _wrong_together(a: LossArguments, everyones: list[list[int]], valid_tokens: 
 
 
 def _signature(a: LossArguments) -> Signature:
-    """Return what must be the same on all ranks of both groups; values name their fields for messages."""
+    """Return the properties common to all ranks of both groups; values name their fields for errors."""
     dtype, dim = getattr(a.hidden, "dtype", None), getattr(a.hidden, "shape", (None,))[-1:]
     learn = [bool(getattr(x, "requires_grad", False)) for x in (a.hidden, a.weight, a.bias)]
     return {
@@ -296,7 +296,6 @@ def _signature(a: LossArguments) -> Signature:
 
 
 def _signature_of_tokens(a: LossArguments) -> Signature:
-    """Return what must be the same on all ranks of tp_group besides."""
     tensors = [a.labels] if a.weights is None else [a.labels, a.weights]
     sums = torch.stack([checksum(x) for x in tensors]).tolist()
     return {

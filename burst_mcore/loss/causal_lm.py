@@ -1,4 +1,4 @@
-"""Patches causal LMs of Hugging Face transformers (5.x): their forward with labels makes no logits."""
+"""Patches for causal LMs of Hugging Face transformers (5.x): forward with labels, without logits."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 def patch_causal_lm(
     model: AnyModel, *, chunk_tokens: int | str = "auto", grad_weight_dtype: torch.dtype = torch.float32
 ) -> AnyModel:
-    """Give this model a forward that, with `labels` or `shift_labels`, returns the loss without logits.
+    """Patch the model's forward: with `labels` or `shift_labels` it returns the loss without logits.
 
-    The model's own forward runs. Its head's logits are deferred: what is done to them on the way to torch's
-    cross_entropy (a cap, a scale, tokens shifted or flattened) `fused_linear_cross_entropy` does, within the
-    head's own forward, so that hooks which gather its weight there (ZeRO-3) do. Hence the loss is the model's
-    own, with `num_items_in_batch`, `ignore_index` or an auxiliary loss of experts, up to rounding; but a mean
-    over no label at all is 0 instead of NaN.
+    The model's own forward runs, with deferred logits of its head: `fused_linear_cross_entropy` applies the
+    model's operations on them (a cap, a scale, tokens shifted or flattened). It runs within the head's own
+    forward, so that hooks there gather the weight (ZeRO-3). Hence the loss is the model's own, with
+    `num_items_in_batch`, `ignore_index` or an auxiliary loss of experts, up to rounding; but a mean over no
+    label is 0 instead of NaN.
 
-    With `shift_labels` [..., tokens], already shifted, `labels` need not be given. The output's `logits` are
-    None; a tuple lacks them. Without labels, the forward is the model's own, and so is generate. Parameters,
-    state_dict, class and loss_function stay as they are; copies of the model are patched too.
+    With `shift_labels` [..., tokens], already shifted, `labels` are optional. The output's `logits` are None;
+    a tuple lacks them. Without labels, the forward is the model's own, and so is generate. Parameters,
+    state_dict, class and loss_function stay unchanged; copies of the model are patched, too.
 
     Args:
         model: A decoder whose output embeddings are a torch.nn.Linear; patched in place. A second patch
@@ -44,8 +44,8 @@ def patch_causal_lm(
         The model.
 
     Raises:
-        ValueError: if it is no such model.
-        TypeError: in forward with labels, if the model does something else with its logits: it names it.
+        ValueError: if the model cannot be patched.
+        TypeError: in forward with labels, if the model applies an unsupported operation to its logits.
 
     Source: BurstEngine (SC'25), "sequence-level fusion of LM head and loss".
     """
@@ -60,14 +60,13 @@ def patch_causal_lm(
 
 
 def unpatch_causal_lm(model: AnyModel) -> AnyModel:
-    """Take back `patch_causal_lm`: the model is as it was before. One that is not patched stays as it is.
+    """Undo `patch_causal_lm`; a no-op for a model that is not patched.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: if something else has wrapped the patched forward since; that must be taken back first.
-
+        ValueError: if other code has wrapped the patched forward since; undo this first.
     """
     patched = patch_of(model)
     if patched is None:
@@ -83,24 +82,24 @@ def unpatch_causal_lm(model: AnyModel) -> AnyModel:
 
 @contextmanager
 def unpatched(model: nn.Module) -> Iterator[None]:
-    """Suspend the patch of a model: within, its forward makes its logits and its own loss."""
+    """Suspend the patch of a model: within, its forward computes its logits and its own loss."""
     patched = patch_of(model)
     if patched is None:
         yield
         return
     _, patch = patched
-    before, patch.paused = patch.paused, True
+    previous, patch.paused = patch.paused, True
     try:
         yield
     finally:
-        patch.paused = before
+        patch.paused = previous
 
 
 def head_of(model: nn.Module) -> nn.Linear:
     """Return the output embeddings of a model that can be patched.
 
     Raises:
-        ValueError: if it cannot; it says why.
+        ValueError: the reason why the model cannot be patched.
     """
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -117,19 +116,19 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 
 class PatchedForward:
-    """A patched model's forward, kept by the instance alone: it is copied and pickled with the model."""
+    """A patched model's forward, an attribute of the instance: copied and pickled with the model."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         self.model, self.options = model, options
         self.paused = False
         """Whether the model's own forward runs: see `unpatched`."""
         self.compute: Callable[..., Tensor] | None = None
-        """Computes, from what the loss takes, what forwards with labels return in its place."""
+        """A function with the loss's arguments; forwards with labels return its result instead."""
         self.instance = "forward" in model.__dict__
-        """Whether the instance had a forward of its own before."""
-        own = model.forward if self.instance else MethodType(type(model).forward, model)
-        self.__wrapped__: Callable[..., Any] = own  # the name by which inspect.signature finds it
-        self.__doc__ = own.__doc__
+        """Whether the instance had its own forward before."""
+        original = model.forward if self.instance else MethodType(type(model).forward, model)
+        self.__wrapped__: Callable[..., Any] = original  # inspect.signature reads this attribute
+        self.__doc__ = original.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused:
@@ -144,7 +143,7 @@ class PatchedForward:
             if place < len(args):
                 args = (*args[:place], shift_labels, *args[place + 1 :])
             else:
-                kwargs["labels"] = shift_labels  # without labels models ask for no loss
+                kwargs["labels"] = shift_labels  # without labels models compute no loss
         head = StandIn(self, shift_labels)
         with _in_place(self.model, head):
             out = self.__wrapped__(*args, **kwargs)
@@ -157,9 +156,9 @@ class PatchedForward:
 
 
 class StandIn:
-    """A head that returns deferred logits, in the place of the model's head while a forward with labels runs.
+    """A head that returns deferred logits; it replaces the model's head during a forward with labels.
 
-    A call of it does not gather the weight.
+    Its call does not gather the weight.
     """
 
     def __init__(self, patch: PatchedForward, shift_labels: Tensor | None) -> None:
@@ -168,7 +167,7 @@ class StandIn:
         self.computed = torch.empty(0)
         self.columns = self.head.out_features
         self.asked = 0
-        """How often the model has asked for a loss."""
+        """The number of calls of `loss`."""
 
     def __call__(self, hidden: Tensor) -> DeferredLogits:
         return DeferredLogits(hidden, self)
@@ -177,7 +176,7 @@ class StandIn:
         return getattr(self.head, name)  # models look at weight.dtype
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        """Return the loss, computed within the head's forward: its hooks see tensors that are positional."""
+        """Return the loss, computed within the head's forward, with positional tensors for its hooks."""
         self._check(labels)
         self.asked += 1
         compute = self.compute or fused_linear_cross_entropy
@@ -191,13 +190,13 @@ class StandIn:
             loss: Tensor = self.head(hidden, labels)
         if self.compute is not None:
             self.computed = loss
-            return loss.new_zeros(())  # which nobody reads
-        return loss.clone()  # models add to it in place, which a view that hooks return does not allow
+            return loss.new_zeros(())  # a placeholder: `computed` is returned
+        return loss.clone()  # models add to it in place, illegal for a view from hooks
 
     def _own_rows(self) -> tuple[Tensor, Tensor | None, dist.ProcessGroup | None]:
-        """Return the head's weight and bias, or this rank's rows of them and the group that has the others'.
+        """Return the head's weight, bias and None, or this rank's rows of both and the TP group.
 
-        Tensor parallelism shards them as DTensors, the vocabulary over the ranks of a mesh.
+        Tensor parallelism shards the vocabulary as DTensors over the ranks of a mesh.
         """
         weight: Any = self.head.weight
         bias: Any = self.head.bias
@@ -212,7 +211,7 @@ class StandIn:
         return weight, bias, group
 
     def _check(self, labels: Tensor) -> None:
-        """Refuse a model that does not know shift_labels: it would shift them again, or ignore them."""
+        """Raise for a model without support for shift_labels: it would shift them again, or ignore them."""
         if self.shift_labels is None:
             return
         if not torch.equal(self.shift_labels.to(labels).flatten(), labels.flatten()):
@@ -261,7 +260,7 @@ def _plain(head: nn.Linear) -> Iterator[None]:
 
 @contextmanager
 def _in_place(model: nn.Module, stand_in: StandIn) -> Iterator[None]:
-    """Put the stand-in wherever the model names its head; the model's modules stay as they are."""
+    """Replace the head by the stand-in in all its parents; the model's modules stay unchanged."""
     with ExitStack() as stack:
         for parent in model.modules():
             for name, child in parent._modules.items():
@@ -272,16 +271,16 @@ def _in_place(model: nn.Module, stand_in: StandIn) -> Iterator[None]:
 
 @contextmanager
 def _shadowed(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of the instance, which Python finds before the module's submodules and methods."""
-    before = module.__dict__.get(name)
+    """Set an attribute of the instance, which shadows the module's submodules and methods."""
+    previous = module.__dict__.get(name)
     module.__dict__[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del module.__dict__[name]
         else:
-            module.__dict__[name] = before
+            module.__dict__[name] = previous
 
 
 def _without_logits(out: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checksums of tensors: ranks that share a loss compare them instead of the tensors."""
+"""Checksums of tensors, which ranks of a loss compare instead of the tensors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ODD = 0x1E3779B97F4A7C15
-"""A factor without a pattern: products wrap."""
+"""An odd factor of random bits, for products modulo 2^64."""
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return a checksum of all values and their places, int64 [] on x's device; -0 is 0, and NaNs are alike.
+    """Return a checksum of all values and their places, int64 [] on x's device; -0 is 0, NaNs are equal.
 
-    Its absolute value is below 2^62, so that its negative is one too.
+    Its absolute value is below 2^62, so that `same_on_all` can negate it.
     """
     values = x.detach().flatten().double() + 0.0
     bits = values.where(~values.isnan(), torch.nan).view(torch.int64)
@@ -22,10 +22,7 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def fingerprint(rows: Tensor) -> int:
-    """Return a checksum of three rows of a weight [V, d].
-
-    0 where the three are alike: such rows may rightly be those of another rank too.
-    """
+    """Return a checksum of three rows of a weight [V, d]; 0 for equal rows, which are legal on all ranks."""
     if rows.numel() == 0:
         return 0
     some = torch.stack([rows[0], rows[len(rows) // 2], rows[-1]]).detach().cpu()
@@ -34,8 +31,8 @@ def fingerprint(rows: Tensor) -> int:
 
 def same_on_all(group: dist.ProcessGroup, x: Tensor) -> bool:
     """Return whether a tensor is the same on all ranks of a group, by its checksum. Collective."""
-    mine = checksum(x)
-    ends = torch.stack([mine, -mine])
+    local = checksum(x)
+    ends = torch.stack([local, -local])
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
-    most, minus_least = ends.tolist()
-    return bool(most == -minus_least)
+    maximum, negated_minimum = ends.tolist()
+    return bool(maximum == -negated_minimum)

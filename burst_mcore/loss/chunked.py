@@ -1,10 +1,11 @@
-"""The fused LM head and loss over chunks of tokens: no more than one chunk's logits are ever alive.
+"""The fused LM head and loss over chunks of tokens, with one chunk's logits in memory at a time.
 
-BurstEngine (SC'25), section "sequence-level fusion of LM head and loss". A chunk's logits become their
-own gradient, from which the gradients of hidden states and weight are taken at once: three products a token.
-The gradient u_i of a token's loss is kept unweighted, so that g_i u_i is exact whatever upstream gradient g_i
-comes; the weight's is summed with the weights w_i that are expected, g_i = c w_i. Tokens of another g_i are
-repaired: their logits are made again, and (g_i - c w_i) of theirs is added, at two products each.
+BurstEngine (SC'25), "sequence-level fusion of LM head and loss", algorithm 3. A chunk's logits z = h W^T are
+overwritten by their gradient, dl_i/dz_ij = p_ij - [j = y_i], and dl_i/dh_i = sum_j dl_i/dz_ij W_j and
+dl_i/dW_j = dl_i/dz_ij h_i follow at once: three products a token. (The paper prints + for the minus.)
+u_i = dl_i/dh_i is kept unweighted, so that g_i u_i is exact for every upstream gradient g_i; the weight's
+gradient is summed with the expected weights w_i, g_i = c w_i. Tokens with another g_i are repaired: their
+logits are computed again, and (g_i - c w_i) dl_i/dW is added, at two products each.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from burst_mcore.loss.terms import ENTROPY, LABEL, LARGEST, LSE, Terms, losses
 from burst_mcore.loss.vocabulary import Vocabulary
 
 CHUNK_BYTES = 2**28
-"""Size of a chunk's logits at most, about, on a CPU, if the caller leaves the number of tokens open."""
+"""The approximate maximum size of a chunk's logits on a CPU, with chunk_tokens="auto"."""
 CHUNK_SHARE = 16
-"""On a GPU that size is this share of its memory where ranks share the vocabulary: they must have the same
-chunks, and what is free differs between them. Else it is a quarter of the free memory, as a power of two, so
-that it seldom changes between steps, and at most twice this share. A larger chunk is faster, since each reads
-and writes the weight's gradient once: 8 V d bytes beside 6 T V d operations. Where a byte of memory takes as
-long as 200 operations (Hopper) that is 267 / T of the products' time: 5 % at 5500 tokens, 2 % at 13,000. An
-estimate, not measured."""
+"""The divisor of a GPU's memory for that size, where ranks share the vocabulary: they need equal chunks, and
+their free memory differs. Else the size is a quarter of the free memory, as a power of two, so that it seldom
+changes between steps, and at most twice as large. A larger chunk is faster, since each chunk reads and writes
+the weight's gradient once: 8 V d bytes for 6 T V d operations. If a byte of memory takes the time of 200
+operations (Hopper), that is 267 / T of the products' time: 5 % at 5500 tokens, 2 % at 13,000. An estimate,
+not measured."""
 ALIGNED = 8
-"""Elements at whose multiples rows of logits begin. Fast products and loads want 16 bytes, and a vocabulary
-may be odd (50257, or a share of some ranks)."""
+"""The alignment of rows of logits, in elements. Fast products and loads need 16 bytes, and a vocabulary may
+be odd (50257, or a rank's part)."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head and the terms of its loss: everything that stays the same from chunk to chunk."""
+    """An LM head and the terms of its loss, constant over chunks."""
 
     weight: Tensor
     bias: Tensor | None
@@ -48,7 +49,7 @@ class Head:
     chunk_tokens: int
     grad_weight_dtype: torch.dtype
     valid_tokens: int
-    """How many labels are not ignored."""
+    """The number of labels that are not ignored."""
     exact: bool = False
     """Logits are in at least float32, see `products_for`."""
 
@@ -57,7 +58,7 @@ class Head:
         return products_for(self.weight.dtype, self.weight.device, self.terms, self.exact)
 
     def chunks(self, valid: Tensor) -> Iterator[slice | Tensor]:
-        """Yield the places of each chunk's tokens, all valid; found without waiting for the device."""
+        """Yield the places of each chunk's tokens, all valid, without a wait for the device."""
         places = None
         if self.valid_tokens < len(valid):
             places = torch.nonzero_static(valid, size=self.valid_tokens)[:, 0]
@@ -67,7 +68,7 @@ class Head:
 
 
 class Wanted(NamedTuple):
-    """Which gradients will be asked for, and whether metrics are."""
+    """The requested gradients, and whether metrics are requested."""
 
     hidden: bool
     weight: bool
@@ -80,27 +81,26 @@ class Wanted(NamedTuple):
 
 
 class LossPass(NamedTuple):
-    """The results of forward, by token in order; None for results that were not wanted."""
+    """The results of forward, by token in order; None for results that were not requested."""
 
     losses: Tensor
     """[tokens], 0 where the label is ignored."""
     hidden: Tensor | None
-    """[tokens, d]: m_i u_i, where u_i is the gradient of token i's loss with respect to its hidden state, and
-    m_i the mantissa of its weight, so that rounding to 16 bits happens once. Where ranks share the
-    vocabulary: this rank's share of the sum over ranks, in at least float32."""
+    """[tokens, d]: m_i u_i, with u_i = dl_i/dh_i and m_i the mantissa of token i's weight: rounded to 16 bits
+    only once. If ranks share the vocabulary, this rank's summand, in at least float32."""
     weight: Tensor | None
     """sum_i w_i dl_i/dW [v, d]."""
     bias: Tensor | None
     """sum_i w_i dl_i/db [v]."""
     metrics: Tensor | None
-    """Log-probability of the label, entropy, whether no logit is larger [3, tokens]; 0 where ignored."""
+    """[3, tokens]: the label's log-probability, entropy, whether the label has the maximum; 0 if ignored."""
 
 
 class Weights(NamedTuple):
-    """Weights split so that each factor of dlogits^T hidden is rounded once: w = mantissa * power.
+    """Weights as mantissa * power, so that each factor of dlogits^T hidden is rounded once.
 
-    Mantissas, from 1 to 2, scale dlogits before they are rounded to 16 bits; powers of two, 0 where the
-    weight is 0, scale hidden states, which loses nothing.
+    Mantissas, from 1 to 2, scale dlogits before the rounding to 16 bits; powers of two, 0 for a weight of 0,
+    scale hidden states exactly.
     """
 
     mantissa: Tensor
@@ -109,54 +109,54 @@ class Weights(NamedTuple):
     @classmethod
     def of(cls, weights: Tensor) -> Weights:
         mantissa = torch.where(weights == 0, 1.0, 2 * torch.frexp(weights)[0])
-        return cls(mantissa, (weights / mantissa).nan_to_num(nan=1.0))  # exact; inf and NaN are mantissas
+        return cls(mantissa, (weights / mantissa).nan_to_num(nan=1.0))  # exact; inf and NaN: mantissas
 
 
 def chunk_bytes(device: torch.device, *, alone: bool) -> int:
-    """Return how large a chunk's logits may be; alone: no other rank must come to the same size."""
+    """Return the maximum bytes of a chunk's logits; alone: no other rank needs the same size."""
     if device.type != "cuda":
         return CHUNK_BYTES
     share = int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
     if not alone:
         return share
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, unused
-    free = int(torch.cuda.mem_get_info(device)[0]) + held
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, unused
+    free = int(torch.cuda.mem_get_info(device)[0]) + cached
     return min(1 << (free // 4).bit_length() >> 1, 2 * share)
 
 
 def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int) -> int:
-    """Return how many tokens a chunk has: even chunks of at most so many bytes, or two tiles.
+    """Return the tokens of a chunk: even chunks of at most `most_bytes`, or two tiles.
 
-    There are always several chunks: memory never grows with tokens x vocabulary. All but the last are of
-    whole tiles, unless one tile would hold all tokens.
+    There are always several chunks: memory never grows with tokens x vocabulary. All but the last have whole
+    tiles, unless one tile would hold all tokens.
 
     Args:
         tokens: number of tokens that have a loss.
-        width: columns of the logits, or the hidden size, if that is larger: chunks of both are made.
+        width: columns of the logits, or the hidden size, if larger: chunks have buffers of both.
         products: the products of a chunk.
-        most_bytes: the size of a chunk's logits, at most, unless two tiles are larger.
+        most_bytes: the maximum size of a chunk's logits, unless two tiles are larger.
     """
     itemsize = products.logits.itemsize
     itemsize += products.gradients.itemsize if products.gradients != products.logits else 0
-    most = most_bytes // max(1, width * itemsize)
-    most = max(2, most // TILE) * TILE
-    chunks = max(2, -(-tokens // most))
+    limit = most_bytes // max(1, width * itemsize)
+    limit = max(2, limit // TILE) * TILE
+    chunks = max(2, -(-tokens // limit))
     even = max(1, -(-tokens // chunks))
     whole = -(-even // TILE) * TILE
     return whole if whole < tokens else even
 
 
 def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> LossPass:
-    """Losses of all tokens, and the gradients that are wanted.
+    """Return losses of all tokens, and the requested gradients.
 
-    Chunks are of valid tokens: nothing is computed of the others, if their number is known.
+    Chunks have only valid tokens: tokens with ignored labels are not computed.
 
     Args:
         hidden: [tokens, d].
         labels: [tokens], of the whole vocabulary, or the ignored index.
-        weights: [tokens] in at least float32: upstream gradients to expect, up to a scalar. None: all alike.
+        weights: [tokens] in at least float32: expected upstream gradients, up to a scalar. None: all equal.
         head: the head and the terms of its loss.
-        wanted: which gradients, and whether metrics.
+        wanted: the requested gradients, and whether metrics are requested.
     """
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
@@ -174,27 +174,27 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
         statistics = chunk.run(hidden[at], columns[at], scale, wanted.metrics)
         token_losses[at] = losses(statistics, head.terms, vocabulary.size).where(valid[at], 0.0)
         if metrics is not None:
-            z, seen = statistics[LABEL], valid[at]
-            metrics[0, at] = (z - statistics[LSE]).where(seen, 0.0)
-            metrics[1, at] = statistics[ENTROPY].where(seen, 0.0)
-            metrics[2, at] = (z >= statistics[LARGEST]).logical_and(seen).to(full)
+            z, valid_tokens = statistics[LABEL], valid[at]
+            metrics[0, at] = (z - statistics[LSE]).where(valid_tokens, 0.0)
+            metrics[1, at] = statistics[ENTROPY].where(valid_tokens, 0.0)
+            metrics[2, at] = (z >= statistics[LARGEST]).logical_and(valid_tokens).to(full)
         gradients.add(chunk, at, None if split is None else split.power[at])
     return LossPass(token_losses, gradients.hidden, gradients.weight, gradients.bias, metrics)
 
 
 class Gradients:
-    """The gradients of hidden states, weight and bias that are wanted, to which each chunk adds its own."""
+    """The requested gradients of hidden states, weight and bias, summed over chunks."""
 
     def __init__(self, hidden: Tensor, head: Head, wanted: Wanted) -> None:
         self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         full = wide(hidden.dtype)
-        if wanted.hidden:  # parts that are added up over ranks are rounded once, after that
+        if wanted.hidden:  # summands of ranks are rounded once, after the sum
             dtype = hidden.dtype if head.vocabulary.group is None else full
             self.hidden = torch.zeros_like(hidden, dtype=dtype)
         self._is_fresh = head.valid_tokens > 0
-        """Whether the weight's gradient holds nothing yet: the first chunk writes it."""
+        """Whether the weight's gradient is uninitialised: the first chunk sets it."""
         if wanted.weight:
             make = torch.empty_like if self._is_fresh else torch.zeros_like
             self.weight = make(
@@ -204,7 +204,7 @@ class Gradients:
             self.bias = torch.zeros_like(head.bias, dtype=full)
 
     def add(self, chunk: LogitsChunk, at: slice | Tensor, power: Tensor | None = None) -> None:
-        """Add those of a chunk, of which `at` are the places. power: of the tokens' weights."""
+        """Add the gradients of a chunk of the tokens `at`. power: of the tokens' weights."""
         if self.hidden is not None:
             rows = self.hidden[at] if isinstance(at, slice) else torch.empty_like(self.hidden[: len(at)])
             chunk.hidden_gradient(rows)
@@ -222,7 +222,7 @@ def repair(
     missing: Tensor,
     head: Head,
 ) -> None:
-    """Add sum_i missing_i dl_i/dW to d_weight, and the same of the bias: two products a token.
+    """Add sum_i missing_i dl_i/dW to d_weight, likewise for the bias: two products a token.
 
     Args:
         d_weight: [v, d], or None.
@@ -233,7 +233,8 @@ def repair(
         head: As in `forward`, of these tokens.
     """
     alpha = 2.0 ** (torch.frexp(missing.abs().max())[1].item() - 1)
-    # float16 holds hidden states times 1, not times 1e-6. By a number, CUDA multiplies by its inverse.
+    # Divide by alpha: float16 holds hidden states times 1, not times 1e-6. A tensor divides exactly; for a
+    # Python number CUDA multiplies by its inverse.
     missing = missing / torch.full_like(missing[:1], alpha)
     columns = head.vocabulary.columns(labels, head.ignore_index)
     valid = (labels != head.ignore_index).to(missing.dtype)
@@ -245,38 +246,38 @@ def repair(
 
 
 class LogitsChunk:
-    """One chunk's logits, which become their gradient; the memory is used again for the next."""
+    """One chunk's logits, overwritten by their gradient, in memory that all chunks share."""
 
     def __init__(self, head: Head, gradients: bool) -> None:
         self._head, self._products = head, head.products
         self._rows = rows_for(head.weight)
-        made = self._products
-        rows = made.padded(min(head.valid_tokens, head.chunk_tokens))
+        recipe = self._products
+        rows = recipe.padded(min(head.valid_tokens, head.chunk_tokens))
         columns = head.vocabulary.rows
-        self._all_logits = _aligned(rows, columns, made.logits, head.weight.device)
+        self._all_logits = _aligned(rows, columns, recipe.logits, head.weight.device)
         self._all_gradients = self._all_logits
-        if gradients and made.gradients != made.logits:
-            self._all_gradients = _aligned(rows, columns, made.gradients, head.weight.device)
+        if gradients and recipe.gradients != recipe.logits:
+            self._all_gradients = _aligned(rows, columns, recipe.gradients, head.weight.device)
 
     def logits(self, hidden: Tensor, columns: Tensor) -> Tensor:
-        """Return the logits [tokens, v], whose gradients go to `gradients`, which may be the same memory."""
-        head, made, tokens = self._head, self._products, len(hidden)
-        padded = made.padded(tokens)
+        """Return the logits [tokens, v]; `gradients` for their gradients may be the same memory."""
+        head, recipe, tokens = self._head, self._products, len(hidden)
+        padded = recipe.padded(tokens)
         self._padded_gradients, self.gradients = self._all_gradients[:padded], self._all_gradients[:tokens]
         self._hidden, self._labels = hidden, columns
         self._columns = columns
-        made.first(hidden, head.weight, head.bias, self._all_logits[:padded])
+        recipe.first(hidden, head.weight, head.bias, self._all_logits[:padded])
         return self._all_logits[:tokens]
 
     def run(self, hidden: Tensor, columns: Tensor, scale: Tensor | None, metrics: bool) -> Tensor:
-        """Statistics [5, tokens] of the logits; with `scale` they become scale_i dl_i/dlogits."""
-        head, made = self._head, self._products
+        """Return statistics [5, tokens] of logits; with `scale` compute gradients scale_i dl_i/dlogits."""
+        head, recipe = self._head, self._products
         logits = self.logits(hidden, columns)
-        own = made.own(hidden, head.weight, head.bias, columns)
-        scale = None if scale is None else scale * made.gain
+        label_logits = recipe.own(hidden, head.weight, head.bias, columns)
+        scale = None if scale is None else scale * recipe.gain
         statistics: Tensor
         statistics, self._columns = self._rows(
-            logits, columns, own, scale, head.terms, head.vocabulary, self.gradients, metrics
+            logits, columns, label_logits, scale, head.terms, head.vocabulary, self.gradients, metrics
         )
         return statistics
 
@@ -294,7 +295,7 @@ class LogitsChunk:
     ) -> None:
         """d_weight += alpha (dlogits)^T (power hidden), d_bias += alpha (dlogits)^T power.
 
-        A fresh d_weight holds nothing yet.
+        A fresh d_weight is uninitialised.
         """
         dlogits, columns, labels, hidden = self.gradients, self._columns, self._labels, self._hidden
         if d_weight is not None:

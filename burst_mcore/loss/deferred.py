@@ -1,4 +1,4 @@
-"""Deferred logits: a stand-in records what a model does to its logits until it asks for the loss."""
+"""Deferred logits: a stand-in that records a model's operations on its logits, up to the loss."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 from torch import Tensor
 
 ALIKE = {"multiply": "mul", "rmul": "mul", "divide": "div", "true_divide": "div", "truediv": "div"}
-"""Other names that torch has for an operation."""
+"""Torch's aliases of operations."""
 TAKEN = ("mul", "div", "tanh", "float", "to", "contiguous", "view", "reshape", "cross_entropy")
-"""The operations that a model may apply to its logits, beside slicing tokens."""
+"""The supported operations on logits, besides slices of tokens."""
 ALL_OTHERS = (
     "add radd sub rsub rtruediv neg pos abs pow rpow matmul rmatmul mod floordiv eq ne lt le gt ge "
     "and or xor invert bool len iter setitem contains float int"
 )
-"""Operators that Python looks up on the class; all of them are refused."""
+"""The unsupported operators that Python looks up on the class."""
 
 
 class DeferredHead(Protocol):
-    """The LM head that a DeferredLogits stands for; raises errors that name the model."""
+    """The LM head of a DeferredLogits; raises errors that name the model."""
 
     columns: int
-    """V, of the vocabulary."""
+    """V, the size of the vocabulary."""
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Cross-entropy of the logits of `hidden` [..., d]; options are `fused_linear_cross_entropy`'s."""
 
     def refuse(self, done: str) -> NoReturn:
-        """Raise an error that names the model and what it does."""
+        """Raise an error that names the model and its unsupported operation."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
     """A stand-in for the logits [..., V] of `hidden` [..., d] in a model's own code, up to its cross-entropy.
 
-    They are cap(head(hidden)) times `multiplier`, over `divisor`; cap(x) is x, or tanh(x / softcap). The two
-    factors are apart so that 30 * tanh(x / 30) has a temperature of exactly 1.
+    Its value is cap(head(hidden)) * multiplier / divisor; cap(x) is x, or tanh(x / softcap). The two factors
+    are separate, so that 30 * tanh(x / 30) has a temperature of exactly 1.
 
     Raises:
-        TypeError: from `head.refuse`, at whatever it cannot stand for.
+        TypeError: from `head.refuse`, at an unsupported operation.
     """
 
     hidden: Tensor
@@ -131,7 +131,6 @@ class DeferredLogits:
         )  # fmt: skip
 
     def _scale(self) -> float:
-        """Return the number that divides the logits."""
         scale = self.divisor / self.multiplier if self.multiplier else math.inf
         if not 0 < scale < math.inf:
             self.head.refuse(f"multiplies by {self.multiplier:g}, divides by {self.divisor:g}")
@@ -146,7 +145,7 @@ class DeferredLogits:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            raise AttributeError(name)  # as Python asks for them, to see whether they are there
+            raise AttributeError(name)  # Python probes for optional protocols
         self.head.refuse(f"does '{name}' to")
 
     @classmethod
@@ -154,18 +153,18 @@ class DeferredLogits:
         cls, function: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = next(x for x in _leaves((args, kwargs)) if isinstance(x, cls))
+        logits = next(x for x in _leaves((args, kwargs)) if isinstance(x, cls))
         name = function.__name__.strip("_")
         name = ALIKE.get(name, name)
-        if name == "mul" and len(args) == 2 and args[1] is own:
-            args = (own, args[0])
-        if name not in TAKEN or not args or args[0] is not own:
-            own.head.refuse(f"does '{name}' to")
-        return getattr(own, name)(*args[1:], **kwargs)
+        if name == "mul" and len(args) == 2 and args[1] is logits:
+            args = (logits, args[0])
+        if name not in TAKEN or not args or args[0] is not logits:
+            logits.head.refuse(f"does '{name}' to")
+        return getattr(logits, name)(*args[1:], **kwargs)
 
 
 def _same(self: DeferredLogits, *_: Any, **__: Any) -> DeferredLogits:
-    return self  # the loss is summed in at least float32, and made where the head is
+    return self  # the loss is summed in at least float32, on the head's device
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -175,7 +174,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
     return operator
 
 
-# Set here, as a method named float would hide the type in the class.
+# Set here, since a method named float would hide the type in the class.
 for _name in ("float", "to", "contiguous"):
     setattr(DeferredLogits, _name, _same)
 for _name in ALL_OTHERS.split():

@@ -1,4 +1,4 @@
-"""The fused LM head and loss, and its place in autograd."""
+"""The fused LM head and loss, and its autograd function."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from burst_mcore.loss.chunked import forward as losses_and_gradients
 from burst_mcore.loss.products import CACHED_ROWS, blocks
 
 ULPS = 8
-"""Upstream gradients so near to c w_i count as c w_i: weights may have been normalised before c came."""
+"""The tolerance for an upstream gradient equal to c w_i: callers may normalise weights before they scale."""
 
 
 class Metrics(NamedTuple):
-    """Of every token, in the shape of labels, without gradients; 0 or False where the label is ignored."""
+    """Metrics of every token, in the shape of labels, without gradients; 0 or False for ignored labels."""
 
     log_probability: Tensor
-    """Of the label, without smoothing."""
+    """The log-probability of the label, without smoothing."""
     entropy: Tensor
-    """Of the softmax of the logits, in nats."""
+    """The entropy of the softmax of the logits, in nats."""
     correct: Tensor
-    """Whether no logit is larger than the label's."""
+    """Whether the label's logit is the maximum."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -51,7 +51,7 @@ def fused_linear_cross_entropy(
     main_grad: Tensor | None = None,
     return_metrics: bool = False,
 ) -> Tensor | tuple[Tensor, Metrics]:
-    """Loss of an LM head without its N x V logits; gradients are made in forward, at three products a token.
+    """Cross-entropy of an LM head without its N x V logits; gradients in forward, at three products a token.
 
     The same in plain PyTorch:
 
@@ -61,13 +61,13 @@ def fused_linear_cross_entropy(
         l[labels == ignore_index] = 0
         "none": l        "sum": sum(w * l)        "mean": sum(w * l) / sum(w[labels != ignore_index])
 
-    Gradients are exact for every upstream gradient. Those that are a scalar times `weights` are cheap: of the
-    means and sums here, and with "none" of a masked sum of the caller's, c * weights (Megatron's contract).
-    With "none", tokens whose upstream gradient is another are done again, at two products each.
+    Gradients are exact for every upstream gradient, and cheap for a scalar times `weights`: for "mean" and
+    "sum", and with "none" for a masked sum of the caller's, c * weights (Megatron's contract). With "none",
+    tokens with another upstream gradient are computed again, at two products each.
 
-    On CUDA the host waits for the device once in forward, for what is checked of labels and weights, and in
-    backward of "none". With groups it also waits for what their ranks tell each other: in forward, and with
-    `tp_group` in backward. A CUDA graph cannot hold the call.
+    On CUDA the host waits for the device once in forward, for the checks of labels and weights, and in
+    backward of "none". With groups it also waits for exchanges of their ranks: in forward, and with
+    `tp_group` in backward. A CUDA graph cannot capture the call.
 
     Args:
         hidden: [..., d]; float32, bfloat16, float16 or float64. With `sequence_parallel`, this rank's part,
@@ -75,37 +75,37 @@ def fused_linear_cross_entropy(
         weight: [V, d], of the same dtype. With `tp_group`, this rank's rows: ceil(V / TP) each, in the
             order of ranks, fewer at the end.
         labels: [...], integers in [0, V) or `ignore_index`. The same on all ranks of `tp_group`.
-        weights: [...], at least 0 and finite. With "none" they do not weight: they say which upstream
-            gradients to expect. They get no gradient. The same on all ranks of `tp_group`.
+        weights: [...], at least 0 and finite, without a gradient. With "none" they do not weight: they are
+            the expected upstream gradients. The same on all ranks of `tp_group`.
         bias: [V], or this rank's.
-        ignore_index: Of labels without loss. Nothing is computed of their tokens.
-        reduction: "mean", "sum" or "none". Where all weights are 0 the mean is 0.
+        ignore_index: The label of tokens without loss, which are not computed.
+        reduction: "mean", "sum" or "none". The mean is 0 if all weights are 0.
         z_loss: Factor of logsumexp(z)^2.
         label_smoothing: As in torch's cross_entropy.
         softcap: Cap of the logits.
         temperature: Divisor of the logits.
-        tp_group: Ranks that share the vocabulary. All get the same loss, and must give it the same upstream
-            gradient; the gradient of hidden is summed over them.
-        cp_group: Ranks that share the sequence: "mean" divides by the weights of all of them, so that the
-            means of the ranks add up to that of the whole. Nothing else changes.
+        tp_group: Ranks that share the vocabulary. All get the same loss, and need the same upstream gradient;
+            the gradient of hidden is summed over them.
+        cp_group: Ranks that share the sequence: "mean" divides by the weights of all ranks, so that the sum
+            of the ranks' means is the mean of the whole sequence. It has no other effect.
         sequence_parallel: hidden is sharded over `tp_group`: it is gathered here, its gradient scattered.
-        chunk_tokens: Tokens whose logits are alive at once. With "auto" on a GPU, the number follows the free
-            memory if this process has the whole vocabulary: give a number for runs that are bitwise equal.
-        grad_weight_dtype: In which the weight's gradient is summed over tokens: float32 (float64 for
-            float64), or the weight's own.
-        main_grad: [V, d], or this rank's: in backward the gradient of a weight that requires one is added to
-            it, and autograd gets none for the weight.
+        chunk_tokens: Tokens with logits in memory at a time. With "auto" on a GPU, the number depends on the
+            free memory if this process has the whole vocabulary: give a number for bitwise equal runs.
+        grad_weight_dtype: The dtype of the weight gradient's sum over tokens: float32 (float64 for float64),
+            or the weight's own.
+        main_grad: [V, d], or this rank's: backward adds the weight's gradient to it, and autograd gets None
+            for the weight.
         return_metrics: Return (loss, `Metrics`).
 
     Returns:
         The loss in at least float32: a scalar, or of the shape of `labels` with "none".
 
     Raises:
-        ValueError: on every rank of both groups, if an argument of any of them is not as above.
-        RuntimeError: in backward with create_graph, as there is no second derivative; or where upstream
+        ValueError: on every rank of both groups, if an argument of any rank is not as above.
+        RuntimeError: in backward with create_graph, as there is no second derivative; or if upstream
             gradients differ between ranks of `tp_group`.
 
-    Source: BurstEngine (SC'25), "sequence-level fusion of LM head and loss".
+    Source: BurstEngine (SC'25), "sequence-level fusion of LM head and loss", algorithm 3.
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
     terms = {
@@ -145,18 +145,18 @@ class _FusedLoss(torch.autograd.Function):
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, y != call.ignore_index, wide(hidden.dtype))
         head = call.head(weight, bias, call.valid_tokens)
-        done = losses_and_gradients(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
-        loss, share = _reduced(done.losses, y, w, unit, call)
-        d_hidden = done.hidden
+        results = losses_and_gradients(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
+        loss, share = _reduced(results.losses, y, w, unit, call)
+        d_hidden = results.hidden
         if d_hidden is not None:
             d_hidden = call.vocabulary.summed(d_hidden, call.sequence_parallel).to(hidden.dtype)
         ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(
             hidden if call.reduction == "none" and (of_weight or of_bias) else None,
-            weight, bias, y, w, share, d_hidden, done.weight, done.bias,
+            weight, bias, y, w, share, d_hidden, results.weight, results.bias,
         )  # fmt: skip
         ctx.shape = hidden.shape
-        metrics = () if done.metrics is None else done.metrics.view(3, *labels.shape).unbind()
+        metrics = () if results.metrics is None else results.metrics.view(3, *labels.shape).unbind()
         ctx.mark_non_differentiable(*metrics)
         ctx.set_materialize_grads(False)
         return (loss.view(labels.shape) if call.reduction == "none" else loss, *metrics)
@@ -203,7 +203,7 @@ def _tokens_of(hidden: Tensor, call: LossCall) -> Tensor:
 def _over_a_power_of_two(
     weights: Tensor | None, valid: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (unit, weights [tokens] over it), the largest from 1 to 2, so that float16 holds them."""
+    """Return (unit, weights [tokens] / unit), for a maximum from 1 to 2, which float16 can represent."""
     if weights is None:
         return None, None
     w = weights.detach().to(dtype).reshape(-1).where(valid, 0.0)
@@ -217,7 +217,7 @@ def _over_a_power_of_two(
 def _reduced(
     losses: Tensor, y: Tensor, w: Tensor | None, unit: Tensor | None, call: LossCall
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (loss, its share): a token's upstream gradient is the loss's times the share times w."""
+    """Return (loss, scale), d loss / d l_i = scale w_i: "sum" has unit, "mean" has unit / sum_i(unit w_i)."""
     if call.reduction == "none":
         return losses, None
     total = losses if w is None else losses * w
@@ -233,9 +233,9 @@ def _reduced(
 
 
 def _scalar_and_others(each: Tensor, expected: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return (c, the tokens whose upstream gradient is not c times the expected one, None if there are none).
+    """Return (c, the tokens with an upstream gradient other than c times the expected, or None).
 
-    c is the median of their ratios, or 0 if that leaves fewer tokens to do again.
+    c is the median of the ratios, or 0 if fewer tokens are to be repaired then.
     """
     c = torch.nanmedian(torch.where(expected != 0, each / expected, torch.nan)) if len(each) else each.sum()
     c = c.where(c.isfinite(), 0.0)
@@ -248,7 +248,7 @@ def _scalar_and_others(each: Tensor, expected: Tensor) -> tuple[Tensor, Tensor |
 
 
 def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
-    """c d_weight, added to main_grad, or as a tensor of the weight's dtype; no other copy is made of it."""
+    """Add c d_weight to main_grad, or return it in the weight's dtype; without another copy."""
     c, into = c.view(1, 1), main_grad  # of two dims: 16 bits are multiplied as float32
     if into is None:
         reused = dtype == d_weight.dtype and not _graph_is_kept()
@@ -263,12 +263,12 @@ def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Ten
 
 
 def _times(x: Tensor, c: Tensor) -> Tensor:
-    """X c, in place if nobody will ask for x again."""
+    """Return c x, in place unless the graph is kept."""
     c = c.view([1] * x.dim()) if x.is_cuda else c  # 16 bits are multiplied as float32; on CPU they are
     return x * c if _graph_is_kept() else x.mul_(c)
 
 
 def _graph_is_kept() -> bool:
-    """Return whether backward was called with retain_graph; taken for so where torch does not say."""
+    """Return whether backward was called with retain_graph; True if torch does not say."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return ask is None or bool(ask())

@@ -1,9 +1,9 @@
-"""The three matrix products of a chunk of tokens, as precise as the device makes them in their dtype.
+"""The three matrix products of a chunk of tokens, with the device's best precision for their dtype.
 
-The first gives logits, the second the gradient of the hidden states, the third adds to that of the weight,
-which is held in at least float32. A GPU multiplies 16-bit numbers into float32, the third by apex's extension
-if that is installed. A CPU rounds what it multiplies in bfloat16 to bfloat16: there the labels' columns, the
-only large entries of dlogits, are kept apart and done in float32. CPUs multiply float16 as float32, faster.
+First z = h W^T (logits), second dh = dz W, third dW += dz^T h, in at least float32. A GPU multiplies 16-bit
+numbers into float32, the third by apex's extension if installed. A CPU rounds products in bfloat16 to
+bfloat16: there the labels' columns, the only large entries of dz, are separate, in float32. CPUs multiply
+float16 as float32, which is faster.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from burst_mcore.loss.terms import Terms
 from burst_mcore.packages import loaded, missing
 
 VOCABULARY_BLOCK = 4096
-"""Rows of the weight in one product, where a product needs memory of its own."""
+"""Rows of the weight in one product, if a product needs separate memory."""
 TILE = 128
-"""Products of multiples of so many tokens are fastest: measured on a CPU; GPUs have tiles of this size."""
+"""The multiple of tokens with the fastest products: measured on a CPU; GPUs have tiles of this size."""
 LINE = 16
-"""A CPU's products in 16 bits are fastest with a multiple of so many tokens."""
+"""The multiple of tokens with the fastest 16-bit products on a CPU."""
 PADDED_FROM = 512
-"""Chunks of at least so many tokens are padded to a multiple of LINE, at most 3 % more."""
+"""The minimum tokens of chunks that are padded to a multiple of LINE, at most 3 % more."""
 CACHED_ROWS = 512
-"""Rows of the weight's gradient in one step, where a step copies them: the copies stay in cache."""
+"""Rows of the weight's gradient in one step, if a step copies them: the copies stay in cache."""
 
 
 @dataclass(frozen=True)
 class Products:
-    """How the products are made; see `products_for`."""
+    """The dtypes and options of the products; see `products_for`."""
 
     logits: torch.dtype
     """Dtype of the logits."""
     gradients: torch.dtype
-    """Dtype of dlogits, as the other two products read them."""
+    """Dtype of dlogits, the input of the other two products."""
     apart: bool = False
-    """The labels' columns are not in dlogits: they are done in float32, beside the product."""
+    """Whether the labels' columns are not in dlogits, but separate, in float32."""
     gain: float = 1.0
-    """Factor of dlogits, by which their products are divided: float16 has no small numbers."""
+    """A factor of dlogits, by which their products are divided: float16 has no small numbers."""
 
     def padded(self, tokens: int) -> int:
-        """Return how many tokens the first two products get, padding included.
+        """Return the tokens of the first two products, padding included.
 
-        In bfloat16 1796 take a CPU 1.3 x as long as 1808 do; in float32 nothing of the kind was seen.
+        In bfloat16 on a CPU 1796 tokens take 1.3 times as long as 1808; in float32 there is no such effect.
         """
         return -(-tokens // LINE) * LINE if self.apart and tokens >= PADDED_FROM else tokens
 
     def first(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Out = hidden weight^T + bias, [tokens, v]; rows that `out` has beyond those are padding."""
+        """Set out = hidden weight^T + bias, [tokens, v]; further rows of `out` are padding."""
         if len(out) > len(hidden):
             hidden = functional.pad(hidden, (0, 0, 0, len(out) - len(hidden)))
         if self.logits == weight.dtype and bias is not None:
@@ -71,7 +71,7 @@ class Products:
             out += bias
 
     def own(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
-        """Return the labels' logits [tokens] in float32 if kept apart; 0 if another rank has the label."""
+        """Return the labels' logits [tokens] in float32 if `apart`; 0 if another rank has the label."""
         if not self.apart:
             return None
         if len(weight) == 0:
@@ -83,7 +83,7 @@ class Products:
         return logits.where(labels >= 0, 0.0)
 
     def second(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Out = dlogits weight, [tokens, d], rounded to its dtype; further rows of dlogits are padding."""
+        """Set out = dlogits weight, [tokens, d], in the dtype of out; further rows of dlogits are padding."""
         if self.gradients != weight.dtype:
             total = torch.zeros(out.shape, dtype=self.gradients, device=out.device)
             for block in blocks(weight):
@@ -115,13 +115,13 @@ class Products:
         alpha: float = 1.0,
         fresh: bool = False,
     ) -> None:
-        """Out += alpha dlogits^T hidden, [v, d] in at least float32; a fresh `out` holds nothing."""
+        """Out += alpha dlogits^T hidden, [v, d] in at least float32; a fresh `out` is uninitialised."""
         alpha, beta = alpha / self.gain, 0.0 if fresh else 1.0
         if self.gradients == out.dtype:
             torch.addmm(out, dlogits.t(), hidden.to(out.dtype), alpha=alpha, beta=beta, out=out)
         elif dlogits.is_cuda and out.dtype == torch.float32:
             apex = loaded("fused_weight_gradient_mlp_cuda", "apex")
-            plain = dlogits.is_contiguous() and hidden.is_contiguous()  # it knows neither strides nor factors
+            plain = dlogits.is_contiguous() and hidden.is_contiguous()  # apex has neither strides nor factors
             if missing(apex) is None and plain and (alpha, beta) == (1.0, 1.0):
                 apex.wgrad_gemm_accum_fp32(hidden, dlogits, out)
                 return
@@ -132,12 +132,12 @@ class Products:
                 if fresh:
                     out[block] = product if alpha == 1.0 else product.mul_(alpha)
                 else:
-                    for part in blocks(product, CACHED_ROWS):  # each is made float32 first
+                    for part in blocks(product, CACHED_ROWS):  # add_ first copies the part to float32
                         out[block][part].add_(product[part], alpha=alpha)
         if self.apart:
-            here = labels >= 0
-            rows = columns[here, None] * hidden[here]
-            out.index_add_(0, labels[here], rows.to(out.dtype), alpha=alpha)
+            is_local = labels >= 0
+            rows = columns[is_local, None] * hidden[is_local]
+            out.index_add_(0, labels[is_local], rows.to(out.dtype), alpha=alpha)
 
     def bias(self, dlogits: Tensor, columns: Tensor, labels: Tensor, weights: Tensor, out: Tensor) -> None:
         """Out += dlogits^T weights, [v] in at least float32."""
@@ -145,14 +145,14 @@ class Products:
         for block in blocks(out):
             out[block] += weights @ dlogits[:, block].to(weights.dtype)
         if self.apart:
-            here = labels >= 0
-            out.index_add_(0, labels[here], (columns * weights)[here])
+            is_local = labels >= 0
+            out.index_add_(0, labels[is_local], (columns * weights)[is_local])
 
 
 def products_for(dtype: torch.dtype, device: torch.device, terms: Terms, exact: bool = False) -> Products:
     """Return the products for hidden states and weights of this dtype on this device.
 
-    exact: logits, and gradients that are not in bfloat16 on CUDA, are in at least float32.
+    exact: logits are in at least float32; so are gradients, except bfloat16 on CUDA.
     """
     if wide(dtype) == dtype or (exact and (device.type != "cuda" or dtype != torch.bfloat16)):
         return Products(wide(dtype), wide(dtype))
@@ -166,5 +166,5 @@ def products_for(dtype: torch.dtype, device: torch.device, terms: Terms, exact: 
 
 
 def blocks(rows: Tensor, step: int = VOCABULARY_BLOCK) -> Iterator[slice]:
-    """Blocks of the vocabulary."""
+    """Return slices of `step` rows of the vocabulary."""
     return (slice(i, i + step) for i in range(0, len(rows), step))

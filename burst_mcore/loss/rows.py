@@ -1,7 +1,7 @@
 """Statistics and gradients of rows of logits, elementwise, in plain torch on any device.
 
-On CPU it goes by blocks of rows that stay in the cores' caches. The labels' columns are kept apart, as
-vectors in at least float32, whatever the dtype of the logits; in their place LOW stands meanwhile.
+A CPU processes blocks of rows that fit the cores' caches. The labels' columns are separate vectors in at
+least float32, whatever the dtype of the logits, which hold LOW there meanwhile.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from burst_mcore.loss.vocabulary import Vocabulary
 logger = logging.getLogger("burst_mcore")
 
 BLOCK_BYTES = 2**21
-"""Size of a block of rows in at least float32, per thread: it stays in the caches, and blocks are few."""
+"""Size of a block of rows in at least float32, per thread: small enough for caches, and few blocks."""
 LOW = -1e30
-"""A logit of no weight; finite, so that nothing times it is NaN."""
+"""A logit with zero probability; finite, so that 0 * LOW is not NaN."""
 
 
 def logits_to_gradients(
@@ -36,26 +36,29 @@ def logits_to_gradients(
     out: Tensor,
     metrics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the statistics of whole rows, and write out_ij = scale_i dl_i/dlogits_ij; the logits are lost.
+    """Return the statistics of whole rows, and set out_ij = scale_i dl_i/dlogits_ij; destroys the logits.
+
+    With z the logits after cap and temperature T, p = softmax(z), e the smoothing, V the vocabulary:
+    dl_i/dz_ij = p_ij (1 + 2 z_loss lse_i) - (1 - e) [j = y_i] - e / V, and dz/dlogits = (1 - tanh^2) / T.
 
     Args:
         logits: [tokens, v], this rank's part of the vocabulary, before cap and temperature.
-        labels: [tokens], columns of the logits, -1 where the label's column is not here.
-        own: [tokens], the labels' logits in at least float32 if they are better than those in `logits`; then
-            the labels' columns of `out` are 0.
+        labels: [tokens], columns of the logits, -1 for a column of another rank.
+        own: [tokens], the labels' logits in at least float32 if `Products.apart`; then the labels' columns of
+            `out` are 0.
         scale: [tokens] in at least float32. None: no gradients.
         terms: those of the loss.
         vocabulary: this rank's part of the vocabulary.
         out: [tokens, v]; may be `logits` itself.
-        metrics: whether to compute the largest logit and the entropy, which else are 0.
+        metrics: whether to compute the maximum and the entropy, else 0.
 
     Returns:
         Statistics [5, tokens] over the whole vocabulary, and the labels' columns of the gradient [tokens] (0
-        where they are not here), both in at least float32.
+        for another rank's columns), both in at least float32.
     """
-    here, y = labels >= 0, labels.clamp(min=0)
-    z_label = _taken(logits, here, y) if own is None else own
-    z_label = scaled(z_label.clone(), terms).where(here, LOW)
+    is_local, y = labels >= 0, labels.clamp(min=0)
+    z_label = _taken(logits, is_local, y) if own is None else own
+    z_label = scaled(z_label.clone(), terms).where(is_local, LOW)
     work = _Blocks(logits, labels, out, terms, vocabulary.size)
     statistics = work.statistics(metrics, scale if vocabulary.group is None else None, z_label)
     statistics = vocabulary.whole(statistics)
@@ -63,9 +66,9 @@ def logits_to_gradients(
         return statistics, None
     if vocabulary.group is not None:
         work.gradients(statistics[LSE], scale)
-    columns = _columns(z_label, statistics[LSE], scale, terms, vocabulary.size).where(here, 0.0)
+    columns = _columns(z_label, statistics[LSE], scale, terms, vocabulary.size).where(is_local, 0.0)
     if own is None and out.shape[1]:
-        rows = here.nonzero()[:, 0]
+        rows = is_local.nonzero()[:, 0]
         out[rows, y[rows]] = columns[rows].to(out.dtype)
     return statistics, columns
 
@@ -85,7 +88,7 @@ def scaled(x: Tensor, terms: Terms) -> Tensor:
 
 
 def slope(z: Tensor, terms: Terms) -> Tensor:
-    """dz/dlogits times the temperature, in place of z: 1 - tanh^2."""
+    """Set z to T dz/dlogits = 1 - tanh^2(logits / softcap) = 1 - (z T / softcap)^2."""
     assert terms.softcap is not None
     return z.mul_(terms.temperature / terms.softcap).square_().neg_().add_(1.0)
 
@@ -114,18 +117,18 @@ class _Blocks:
             logits[rows, labels[rows]] = LOW
 
     def statistics(self, metrics: bool, scale: Tensor | None, z_label: Tensor) -> Tensor:
-        """Return the statistics [5, tokens] of these columns; with `scale`, write the gradients too.
+        """Return the statistics [5, tokens] of these columns; with `scale`, write the gradients, too.
 
-        With `scale` these columns must be the whole vocabulary.
+        With `scale` the columns must be the whole vocabulary.
         """
         tokens, columns = self._logits.shape
         table = torch.zeros((5, tokens), dtype=self._full, device=self._logits.device)
-        here = self._labels >= 0
-        table[LABEL] = z_label.where(here, 0.0)
+        is_local = self._labels >= 0
+        table[LABEL] = z_label.where(is_local, 0.0)
         if columns == 0:
             table[[LSE, LARGEST]] = -torch.inf
             return table
-        used_again = metrics or self._terms.softcap is not None  # z, after p is made
+        used_again = metrics or self._terms.softcap is not None  # z is read after p
         for rows in self._blocks():
             z = self._z(rows)
             largest = z.amax(1)
@@ -134,16 +137,16 @@ class _Blocks:
             in_place = not used_again and (scale is not None or z.dtype != self._logits.dtype)
             p = torch.softmax(z, 1, out=z if in_place else self._take(1, z))  # one pass, in cache
             rest = largest - p.amax(1).log()
-            nothing = largest == -torch.inf  # all of a rank's columns may be so, as padding of a vocabulary
+            nothing = largest == -torch.inf  # padding of a vocabulary may fill all of a rank's columns
             if bool(nothing.any()):
                 p[nothing], rest = 0.0, rest.where(~nothing, -torch.inf)
             self._rest[rows] = rest
             table[LSE, rows] = lse = torch.logaddexp(rest, z_label[rows])
             if metrics:
                 table[LARGEST, rows] = torch.maximum(largest, z_label[rows])
-                share, own = torch.exp(rest - lse), z_label[rows] - lse
-                apart = (z - lse[:, None]).clamp_(min=LOW)  # a logit may be -inf
-                table[ENTROPY, rows] = -share * torch.linalg.vecdot(p, apart) - own.exp() * own
+                share, log_py = torch.exp(rest - lse), z_label[rows] - lse
+                log_p = (z - lse[:, None]).clamp_(min=LOW)  # a logit may be -inf
+                table[ENTROPY, rows] = -share * torch.linalg.vecdot(p, log_p) - log_py.exp() * log_py
             if scale is not None:
                 self._finish(rows, z, p, lse, scale[rows])
         return table
@@ -162,7 +165,7 @@ class _Blocks:
             self._finish(rows, z, p, lse[rows], scale[rows])
 
     def _finish(self, rows: slice, z: Tensor, p: Tensor, lse: Tensor, scale: Tensor) -> None:
-        """Turn p, the softmax of a block without the labels, into the gradient of the block."""
+        """Set p, the softmax of a block without the labels, to the gradient of the block."""
         terms = self._terms
         scale = scale / terms.temperature
         factor = scale * torch.exp(self._rest[rows] - lse)
@@ -180,7 +183,7 @@ class _Blocks:
             self._to_labels(out, rows, 0.0)
 
     def _z(self, rows: slice) -> Tensor:
-        """Logits of a block after cap and temperature, LOW for the label; in place where nothing changes."""
+        """Return z of a block, LOW for the label; without a copy if there is no cap, temperature or cast."""
         logits, terms = self._logits[rows], self._terms
         if logits.dtype == self._full and terms.softcap is None and terms.temperature == 1.0:
             return logits
@@ -219,7 +222,7 @@ class _Blocks:
 
 
 def rows_for(weight: Tensor) -> Callable[..., Any]:
-    """Return `logits_to_gradients`, or a faster function with the same results for logits of this weight."""
+    """Return `logits_to_gradients` for logits of this weight, by Triton on CUDA."""
     if weight.is_cuda and weight.dtype != torch.float64:
         return _triton() or logits_to_gradients
     return logits_to_gradients

@@ -1,10 +1,10 @@
-"""The elementwise work on logits as Triton kernels: a program does one row, in two sweeps if it is whole.
+"""Elementwise kernels on logits, in Triton: `rows` has the equations. A program handles one row.
 
-Of 32-bit logits with 16-bit gradients the sweeps move 10 bytes each: two reads and a write. One read less was
-considered for Hopper (132 multiprocessors, 50 MB of L2), and left:
+A whole row takes two sweeps: for 32-bit logits with 16-bit gradients they move 10 bytes a logit, two reads
+and a write. Two designs with one read less were rejected for Hopper (132 multiprocessors, 50 MB of L2):
 
 * A row in registers, read once, compiles without spills up to 16,384 columns: 127 registers a thread of 16
-  warps. So few columns are still in L2 at the second sweep: 3 or 4 rows on each multiprocessor are 35 MB at
+  warps. Such short rows are still in L2 at the second sweep: 3 or 4 rows on each multiprocessor are 35 MB at
   most. At 32,768 columns it spills: 83 to 163 loads and stores of local memory a thread.
 * A second sweep out of L2, at 128,256 columns and 513 KB a row, allows 48 rows in flight: half of L2. On 48
   multiprocessors the 57 instructions a logit (compiled, both sweeps, no softcap) take 5.3 ps at 1.755 GHz.
@@ -25,7 +25,7 @@ from burst_mcore.loss.terms import LSE, Terms
 from burst_mcore.loss.vocabulary import Vocabulary
 
 BLOCK, WARPS = 4096, 8
-"""Columns at once, and warps of a program; not tuned: no speed was measured."""
+"""Columns of a block, and warps of a program; not tuned: no speed was measured."""
 
 
 @triton.jit
@@ -64,32 +64,36 @@ def statistics_kernel(
     logits, labels, found, scale, out, columns, softcap, temperature, z_loss, smoothing, vocabulary, size,
     tokens, logits_row, out_row, SOFTCAP: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row's statistics, and its gradient if GRADIENTS; `out` may be `logits`."""
+    """Compute one row's statistics (online softmax), and its gradient if GRADIENTS; `out` may be `logits`.
+
+    With base the running maximum: powers = sum exp(z - base), weighted = sum (z - base) exp(z - base), so
+    lse = base + log(powers), and the entropy is log(powers) - weighted / powers.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
-    most, powers, weighted, total, own = -float("inf"), 0.0, 0.0, 0.0, 0.0
+    maximum, powers, weighted, total, label_logit = -float("inf"), 0.0, 0.0, 0.0, 0.0
     for first in range(0, size, BLOCK):
         j = first + tl.arange(0, BLOCK)
         x = tl.load(logits + row * logits_row + j, mask=j < size, other=0.0).to(tl.float32)
         z = _scaled(x, softcap, temperature, SOFTCAP)
         z = tl.where(j < size, z, -float("inf"))
-        larger = tl.maximum(most, tl.max(z, 0))
+        larger = tl.maximum(maximum, tl.max(z, 0))
         base = tl.where(larger == -float("inf"), 0.0, larger)
-        before = tl.exp(most - base)
+        before = tl.exp(maximum - base)
         p = tl.exp(z - base)
         finite = tl.where(j < size, z, 0.0)
-        weighted = tl.where(before == 0.0, 0.0, before * (weighted + (most - base) * powers))
+        weighted = tl.where(before == 0.0, 0.0, before * (weighted + (maximum - base) * powers))
         weighted += tl.sum(tl.where(p == 0.0, 0.0, p * (finite - base)), 0)
         powers = powers * before + tl.sum(p, 0)
         total += tl.sum(finite, 0)
-        own += tl.sum(tl.where(j == label, finite, 0.0), 0)
-        most = larger
-    base = tl.where(most == -float("inf"), 0.0, most)
+        label_logit += tl.sum(tl.where(j == label, finite, 0.0), 0)
+        maximum = larger
+    base = tl.where(maximum == -float("inf"), 0.0, maximum)
     lse = base + tl.log(powers)
     tl.store(found + row, lse)
-    tl.store(found + tokens + row, own)
+    tl.store(found + tokens + row, label_logit)
     tl.store(found + 2 * tokens + row, total)
-    tl.store(found + 3 * tokens + row, most)
+    tl.store(found + 3 * tokens + row, maximum)
     tl.store(found + 4 * tokens + row, tl.log(powers) - weighted / tl.where(powers == 0.0, 1.0, powers))
     if GRADIENTS:
         _row_gradient(
@@ -121,10 +125,10 @@ def logits_to_gradients(
     out: Tensor,
     metrics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the work of `rows.logits_to_gradients` in float32; `own` must be None: GPUs have float32 logits."""
+    """Compute `rows.logits_to_gradients` in float32; `own` must be None: GPUs have float32 logits."""
     assert own is None
     tokens, size = logits.shape
-    found = torch.empty((5, tokens), dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((5, tokens), dtype=torch.float32, device=logits.device)
     columns = torch.zeros(tokens, dtype=torch.float32, device=logits.device)
     numbers = (terms.softcap or 1.0, terms.temperature, terms.z_loss, terms.label_smoothing, vocabulary.size)
     flags: dict[str, Any] = {
@@ -134,21 +138,21 @@ def logits_to_gradients(
     }
     strides = logits.stride(0), out.stride(0)
     alone = scale is not None and vocabulary.group is None
-    here = torch.cuda.device(logits.device) if logits.is_cuda else nullcontext()
-    with here:
+    on_device = torch.cuda.device(logits.device) if logits.is_cuda else nullcontext()
+    with on_device:
         if tokens:
-            given = columns if scale is None else scale  # not read without gradients
+            scale_or_unused = columns if scale is None else scale  # a placeholder without gradients
             statistics_kernel[(tokens,)](
-                logits, labels, found, given, out, columns, *numbers, size, tokens, *strides,
+                logits, labels, statistics, scale_or_unused, out, columns, *numbers, size, tokens, *strides,
                 GRADIENTS=alone, **flags,
             )  # fmt: skip
-    found = vocabulary.whole(found)
+    statistics = vocabulary.whole(statistics)
     if scale is None:
-        return found, None
-    with here:
+        return statistics, None
+    with on_device:
         if tokens and not alone:
-            lse = found[LSE].contiguous()
+            lse = statistics[LSE].contiguous()
             gradients_kernel[(tokens,)](
                 logits, labels, lse, scale, out, columns, *numbers, size, *strides, **flags
             )
-    return found, columns
+    return statistics, columns

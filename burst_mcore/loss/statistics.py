@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of labels under an LM head, with gradients of both, without its logits.
 
-For policy gradients and distillation, whose upstream gradients differ from token to token. Forward makes one
-chunk's logits at a time and keeps three numbers a token; backward makes the logits again: four products a
+For policy gradients and distillation, with a different upstream gradient for every token. Forward computes
+one chunk's logits at a time and saves three numbers a token; backward recomputes the logits: four products a
 token in all, where the fused loss with such gradients takes five.
 """
 
@@ -47,8 +47,8 @@ def token_statistics(
             is not read. It gets no gradient.
 
     Raises:
-        ValueError: on every rank of tp_group, if an argument of any of them is not as above.
-        RuntimeError: in backward where upstream gradients differ between ranks of `tp_group`, or with
+        ValueError: on every rank of tp_group, if an argument of any rank is not as above.
+        RuntimeError: in backward if upstream gradients differ between ranks of `tp_group`, or with
             create_graph.
     """
     hidden, weight, bias = autocast(hidden, weight, bias)
@@ -69,30 +69,30 @@ def token_statistics(
 
 
 class TokenStats(NamedTuple):
-    """Of every token, in the shape of shift_labels; 0 where the label is ignored. Both have gradients."""
+    """Statistics of every token, in the shape of shift_labels, with gradients; 0 for ignored labels."""
 
     log_probability: Tensor
-    """Of the label."""
+    """The log-probability of the label."""
     entropy: Tensor
-    """Of the softmax of the logits, in nats."""
+    """The entropy of the softmax of the logits, in nats."""
 
 
 def statistics_of_call(
     beside: Tensor | float, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, **options: Any
 ) -> Tensor:
-    """Return the statistics [2, tokens] of a model's loss call, at a temperature beside its own."""
+    """Return the statistics [2, tokens] of a model's loss call; `beside` multiplies its own temperature."""
     if options["label_smoothing"]:
         raise ValueError("the model smooths labels: statistics of tokens are those of its logits alone")
     divisors = torch.as_tensor(beside).to(labels.device) * temperature
-    known = {name: options[name] for name in ("bias", "tp_group", "ignore_index", "softcap", "chunk_tokens")}
+    others = {name: options[name] for name in ("bias", "tp_group", "ignore_index", "softcap", "chunk_tokens")}
     each = divisors.reshape(-1) if divisors.dim() else divisors
-    return torch.stack(token_statistics(hidden, weight, labels, each, **known))
+    return torch.stack(token_statistics(hidden, weight, labels, each, **others))
 
 
 def divisors_of(
     temperature: Tensor | float, labels: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor | None, str | None]:
-    """Return (the temperature of each label, 1 where that is ignored; None), or (None, what is wrong)."""
+    """Return (the temperature of each label, 1 if ignored; None), or (None, the error)."""
     legal = "temperature must be a number, or one for each label"
     try:
         each = torch.as_tensor(temperature, dtype=torch.float64, device=labels.device).detach()
@@ -101,10 +101,10 @@ def divisors_of(
         return None, f"{legal}, got {brief(temperature)}"
     if each.dim() and each.shape != shape:
         return None, f"{legal}, {shape}, got {tuple(each.shape)}"
-    each = each.where(labels != ignore_index, 1.0)  # padding, for which a batch's column has 0
-    odd = each[~((each > 0) & each.isfinite())]
-    if len(odd):
-        return None, f"temperature must be finite and above 0, got {odd[0].item()}"
+    each = each.where(labels != ignore_index, 1.0)  # padding: a batch's column has 0 there
+    illegal = each[~((each > 0) & each.isfinite())]
+    if len(illegal):
+        return None, f"temperature must be finite and above 0, got {illegal[0].item()}"
     return each, None
 
 
@@ -159,20 +159,20 @@ class _Statistics(torch.autograd.Function):
 
 
 def _statistics(z: Tensor, columns: Tensor) -> Tensor:
-    """Return the statistics [5, tokens] of a part of the vocabulary, without the total and the largest."""
+    """Return the statistics [5, tokens] of a part of the vocabulary, without the total and the maximum."""
     table = z.new_zeros((5, len(z)))
     table[LSE] = z.logsumexp(1)
-    apart = (z - table[LSE][:, None]).clamp_(min=LOW)  # a logit may be -inf
-    table[ENTROPY] = -torch.linalg.vecdot(apart.exp(), apart)
-    here = (columns >= 0).nonzero()[:, 0]
-    table[LABEL, here] = z[here, columns[here]]
+    log_p = (z - table[LSE][:, None]).clamp_(min=LOW)  # a logit may be -inf
+    table[ENTROPY] = -torch.linalg.vecdot(log_p.exp(), log_p)
+    rows = (columns >= 0).nonzero()[:, 0]
+    table[LABEL, rows] = z[rows, columns[rows]]
     return table
 
 
 def _gradient(
     z: Tensor, labels: Tensor, upstream: Tensor, known: Tensor, divisors: Tensor, head: Head
 ) -> Tensor:
-    """Return the gradient of the logits, from those of log-probability and entropy, [2, tokens].
+    """Return the gradient of the logits, from the gradients of log-probability and entropy, [2, tokens].
 
     With p = softmax(z): d log p_y / dz_j = [j = y] - p_j, and dH / dz_j = -p_j (log p_j + H). known: H and
     logsumexp(z), [2, tokens].
@@ -181,8 +181,8 @@ def _gradient(
     log_p = (z - lse[:, None]).clamp_(min=LOW)
     d: Tensor = (log_p + entropy[:, None]).mul_(of_entropy[:, None]).add_(of_label[:, None])
     d.mul_(log_p.exp_()).neg_()
-    here = (labels >= 0).nonzero()[:, 0]
-    d[here, labels[here]] += of_label[here]
+    rows = (labels >= 0).nonzero()[:, 0]
+    d[rows, labels[rows]] += of_label[rows]
     if head.terms.softcap is not None:
         d.mul_(slope(z.mul_(divisors), head.terms))
     return d.div_(divisors)

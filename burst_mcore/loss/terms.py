@@ -1,4 +1,4 @@
-"""The terms of a token's loss, and the arithmetic from statistics of its logits to the loss."""
+"""The terms of a token's loss, and the loss from statistics of its logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from burst_mcore.words import brief, is_finite
 
 LSE, LABEL, TOTAL, LARGEST, ENTROPY = range(5)
-"""Rows of a tensor of statistics [5, tokens], each over a token's logits z (capped, divided by temperature):
-logsumexp, the label's, their sum, the largest, the entropy of softmax(z)."""
+"""The rows of a tensor of statistics [5, tokens] of a token's logits z (after cap and temperature).
+
+logsumexp(z), the label's z, sum(z), max(z), and the entropy of softmax(z)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """The terms of a token's loss beside the cross-entropy of its logits.
+    """The terms of a token's loss besides the cross-entropy of its logits.
 
     Raises:
         ValueError: a value that is not finite or out of its range.
@@ -26,7 +27,7 @@ class Terms:
     z_loss: float = 0.0
     """Factor of logsumexp(z)^2, at least 0."""
     label_smoothing: float = 0.0
-    """Share of the label's probability that is spread over the whole vocabulary, from 0 to 1."""
+    """The share of the label's probability that the whole vocabulary gets, from 0 to 1."""
     softcap: float | None = None
     """Logits become softcap tanh(logits / softcap)."""
     temperature: float = 1.0
@@ -49,7 +50,10 @@ def _number(name: str, value: object, least: float, most: float, above: bool = F
 
 
 def combined(parts: Tensor) -> Tensor:
-    """Return the statistics [5, tokens] of whole rows, from those of their parts [parts, 5, tokens]."""
+    """Return the statistics [5, tokens] of whole rows from their parts [parts, 5, tokens].
+
+    With s_k = exp(lse_k - lse): lse = log sum_k exp(lse_k), H = sum_k s_k (H_k + lse - lse_k).
+    """
     lse = torch.logsumexp(parts[:, LSE], 0)
     shares = torch.exp(parts[:, LSE] - lse)
     largest = parts[:, LARGEST].amax(0)
@@ -59,7 +63,10 @@ def combined(parts: Tensor) -> Tensor:
 
 
 def losses(statistics: Tensor, terms: Terms, vocabulary: int) -> Tensor:
-    """Return cross-entropy with label smoothing (as torch defines it) and z-loss of each token, [tokens]."""
+    """Return the loss of each token, [tokens], with smoothing e (as torch defines it) and z-loss.
+
+    l = lse - (1 - e) z_y - e / V sum_j z_j + z_loss lse^2.
+    """
     lse, confidence = statistics[LSE], 1.0 - terms.label_smoothing
     loss = lse - confidence * statistics[LABEL]
     if terms.label_smoothing:

@@ -1,4 +1,4 @@
-"""The vocabulary sharded over a tensor-parallel group: the rows of a rank, and the exchanges of ranks."""
+"""The vocabulary sharded over a tensor-parallel group: the rows of a rank, and its collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from burst_mcore.loss.terms import combined
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's rows, `first` and following, of `size`."""
+    """This rank's `rows` of the vocabulary from `first` on, of `size` in all."""
 
     size: int
     first: int
@@ -23,17 +23,17 @@ class Vocabulary:
 
     @property
     def most_rows(self) -> int:
-        """The most rows that any rank holds."""
+        """The maximum rows of a rank."""
         return self.rows if self.group is None else -(-self.size // dist.get_world_size(self.group))
 
     def columns(self, labels: Tensor, ignore_index: int) -> Tensor:
-        """Return labels as columns of this rank's logits; -1 for another rank's labels and ignored ones."""
+        """Return labels as columns of this rank's logits; -1 for another rank's and for ignored labels."""
         column = labels - self.first
-        here = (labels != ignore_index) & (column >= 0) & (column < self.rows)
-        return column.where(here, -1)
+        is_local = (labels != ignore_index) & (column >= 0) & (column < self.rows)
+        return column.where(is_local, -1)
 
     def whole(self, statistics: Tensor) -> Tensor:
-        """Return the statistics of all columns, from those of this rank's columns."""
+        """Return the statistics of all columns, from the statistics of every rank's columns."""
         if self.group is None:
             return statistics
         parts = statistics.new_empty((dist.get_world_size(self.group), *statistics.shape))

@@ -1,9 +1,9 @@
-"""The loss of a whole sequence, of which every rank has some tokens, and the gradient of each rank's part.
+"""The loss of a whole sharded sequence, and the gradient of each rank's part.
 
-Engines and wrappers take the mean of gradients over all ranks, so that a term of the loss that is equal on
-all ranks counts once. A rank's part of the sequence's gradient is multiplied by the ranks that share the
-sequence, of which the mean is the sum of the parts. Where gradients are summed, the factor is 1: the `Factor`
-of a model says so in backward.
+Engines and wrappers average gradients over all ranks, so that a term of the loss that is equal on all ranks
+counts once. So a rank's part of the sequence's gradient is multiplied by the number of ranks of the sequence:
+mean_r(C g_r) = sum_r g_r for C ranks. If gradients are summed, the factor is 1: the `Factor` of a model
+returns it in backward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from burst_mcore.layout import Layout, shard, unshard
 
 Factor = Callable[[], float]
-"""Returns, in backward, by which number a rank's part of the gradient is multiplied."""
+"""Returns, in backward, the factor of a rank's part of the gradient."""
 
 
 class WholeLoss(torch.autograd.Function):
-    """The sum of all ranks' parts of a loss; backward goes to this rank's part alone, times the factor.
+    """The sum of all ranks' parts of a loss; backward goes only to this rank's part, times the factor.
 
-    Without a `factor` that is the number of ranks.
+    The default `factor` is the number of ranks.
     """
 
     @staticmethod
@@ -49,9 +49,9 @@ def _ranks_of(group: dist.ProcessGroup | None) -> Factor:
 def whole_mean(
     total: Tensor, count: Tensor | float, group: dist.ProcessGroup | None, factor: Factor | None = None
 ) -> Tensor:
-    """Return the sum of all ranks' `total`, divided by the sum of their `count`; 0 where that is 0.
+    """Return the sum of all ranks' `total`, divided by the sum of their `count`; 0 if the count is 0.
 
-    Backward goes to this rank's total alone.
+    Backward goes only to this rank's total.
     """
     number = torch.as_tensor(count, device=total.device).detach().clone()
     if group is not None:
@@ -61,7 +61,7 @@ def whole_mean(
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup, layout: Layout | str, dim: int = 1) -> Tensor:
-    """Return the whole of what every rank of a group has a shard of, of equally many tokens, along `dim`."""
+    """Return the whole tensor of the equal shards of a group's ranks, along `dim`."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part, group=group)
@@ -69,9 +69,9 @@ def gathered(part: Tensor, group: dist.ProcessGroup, layout: Layout | str, dim: 
 
 
 class WholeTokens(torch.autograd.Function):
-    """Numbers of all tokens [rows, tokens, ...] on all ranks, from each rank's part [rows, local, ...].
+    """All-gather of a tensor of all tokens [rows, tokens, ...] from each rank's part [rows, local, ...].
 
-    Backward takes this rank's part of the gradient, which is the same on all ranks, times the factor.
+    The gradient is the same on all ranks: backward takes this rank's part of it, times the factor.
     """
 
     @staticmethod

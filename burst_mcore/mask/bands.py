@@ -22,37 +22,37 @@ def everything(n: int) -> Tensor:
 
 
 def transposed(bands: Tensor) -> Tensor:
-    """Exchange queries and keys."""
+    """Return bands with queries and keys exchanged."""
     return bands[:, (2, 3, 0, 1, 5, 4)] * torch.tensor([1, 1, 1, 1, -1, -1])
 
 
 def tightened(bands: Tensor) -> Tensor:
-    """Bands [bands, 6] without rows and columns that their diagonals do not reach; empty ones left out."""
+    """Return bands [bands, 6] without rows and columns outside their diagonals, and without empty bands."""
     inner = tight(bands)
     return inner[has_pairs(inner)]
 
 
 def tight(bands: Tensor) -> Tensor:
-    """Bands [bands, 6] without rows and columns that their diagonals do not reach; empty bands stay."""
+    """Return bands [bands, 6] without rows and columns outside their diagonals; empty bands stay."""
     q0, q1, k0, k1, low, high = bands.unbind(1)
     q0, q1 = torch.maximum(q0, k0 - high), torch.minimum(q1, k1 - low)
     k0, k1 = torch.maximum(k0, q0 + low), torch.minimum(k1, q1 + high)
-    # A diagonal that cuts nothing is none.
+    # A diagonal that excludes no pair becomes unbounded.
     low = torch.where(low <= k0 - (q1 - 1), -UNBOUNDED, low)
     high = torch.where(high >= (k1 - 1) - q0, UNBOUNDED, high)
     return torch.stack([q0, q1, k0, k1, low, high], 1)
 
 
 def has_pairs(bands: Tensor) -> Tensor:
-    """Return which bands have any pair, of bands that are `tight`."""
+    """Return whether each of `tight` bands has a pair."""
     q0, q1, k0, k1, low, high = bands.unbind(1)
     return (q0 < q1) & (k0 < k1) & (low <= high)
 
 
 def of_classes(bands: Tensor, first: Tensor, stride: int) -> Tensor:
-    """Return bands over the tokens first, first + stride, ..., counted 0, 1, ...: of each `first` in turn.
+    """Return bands over each residue class of tokens, first, first + stride, ..., counted 0, 1, ...
 
-    The classes of residues by a stride, [classes * bands, 6]. Bands may be empty: see `tightened`.
+    The result is [classes * bands, 6], with empty bands: see `tightened`.
     """
     edges = -((first[:, None, None] - bands[:, :4]) // stride)
     low, high = bands[:, 4:].unbind(1)
@@ -70,8 +70,8 @@ def intersected(a: Tensor, b: Tensor) -> Tensor:
 def united(a: Tensor, b: Tensor) -> Tensor:
     """Return disjoint bands of the union of two lists of disjoint bands.
 
-    Bands of one list stay as they are. From those of the other is cut what the first list has already. The
-    list whose bands take fewer cuts is cut: a causal band and many images give a band more for each image.
+    Bands of one list stay unchanged; their pairs are removed from the other list. The list with fewer cuts a
+    band is cut: the union of a causal band and many images has one more band for each image.
     """
     i, j = _meetings(a, b)
     if not len(i):
@@ -82,7 +82,7 @@ def united(a: Tensor, b: Tensor) -> Tensor:
 
 
 def disjoint(bands: Tensor) -> Tensor:
-    """Disjoint bands with the same union."""
+    """Return disjoint bands with the same union."""
     i, j = _meetings(bands, bands)
     if bool((i == j).all()):
         return bands
@@ -91,18 +91,18 @@ def disjoint(bands: Tensor) -> Tensor:
 
 
 def _without(bands: Tensor, others: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Return what of `bands` is in none of `others`: band i[p] and other j[p] are all that meet."""
+    """Return `bands` without the pairs of `others`; (i[p], j[p]): all overlapping (band, other)."""
     partners, counts = j[i.argsort(stable=True)], i.bincount(minlength=len(bands))
     first, of = counts.cumsum(0) - counts, torch.arange(len(bands))
-    for place in range(int(counts.max())):  # the next partner of each band is cut from what is left of it
+    for place in range(int(counts.max())):  # remove the next partner of each band from its rest
         cut = counts[of] > place
-        left, owner = _minus(bands[cut], others[partners[first[of[cut]] + place]])
-        bands, of = torch.cat([bands[~cut], left]), torch.cat([of[~cut], of[cut][owner]])
+        rest, owner = _minus(bands[cut], others[partners[first[of[cut]] + place]])
+        bands, of = torch.cat([bands[~cut], rest]), torch.cat([of[~cut], of[cut][owner]])
     return bands
 
 
 def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pairs of a[p] that b[p] lacks, for each p, as disjoint bands, and the p of each band."""
+    """Return the pairs of a[p] without b[p], for each p, as disjoint bands, and the p of each band."""
     common = tight(_overlap(a, b))
     meet = has_pairs(common)[:, None]
     q0, q1, k0, k1, _, _ = common.unbind(1)
@@ -122,7 +122,7 @@ def _minus(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _meetings(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (i, j) of all bands a[i] and b[j] that have a pair in common."""
+    """Return (i, j) of all overlapping bands a[i] and b[j]."""
     pairs = [torch.zeros(2, 0, dtype=torch.int64)]
     for i, j in _near(a, b):
         pairs.append(torch.stack([i, j])[:, has_pairs(tight(_overlap(a[i], b[j])))])
@@ -131,13 +131,13 @@ def _meetings(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _near(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (i, j) of all bands a[i] and b[j] that may have a pair in common, block by block."""
+    """Yield (i, j) of all bands a[i] and b[j] that may overlap, block by block."""
     if len(a) > len(b):
         yield from ((i, j) for j, i in _near(b, a))
     elif len(a) * len(b) <= 2**14:
         yield torch.arange(len(a)).repeat_interleave(len(b)), torch.arange(len(b)).repeat(len(a))
     elif bool(((rows := b[order := b[:, 0].argsort(stable=True)])[:, 1].diff() >= 0).all()):
-        # bands of `b` that meet a band of `a` stand together
+        # sorted: the bands of `b` that overlap a band of `a` are neighbours
         first = torch.searchsorted(rows[:, 1].contiguous(), a[:, 0].contiguous(), right=True)
         last = torch.searchsorted(rows[:, 0].contiguous(), a[:, 1].contiguous())
         yield from ((i, order[j]) for i, j in pairs_of_runs(first, last))
@@ -149,7 +149,7 @@ def _near(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 BLOCK = 2**18
-"""Rows of a table that are worked on at once: more would cost memory."""
+"""The rows of a table in one block, which limits memory."""
 
 
 def pairs_of_runs(first: Tensor, last: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,8 +1,8 @@
-"""Mask: which queries attend to which keys, as data over global positions.
+"""Mask: the attending query-key pairs, as data over global positions.
 
-A mask is an intersection of terms, of which one kind is a union of masks. For planning a mask is lowered to
-`bands`; masks that are intersected or united intersect or unite their bands, so that everything after this
-file knows bands only. Every d-th diagonal (`dilated`) is no band and stands beside them as `Mask.stride`.
+A mask is an intersection of terms; one kind of term is a union of masks. For planning a mask is lowered to
+`bands`: intersections and unions of masks are intersections and unions of bands, and all later code reads
+bands only. A dilated mask, every d-th diagonal, is not a band: `Mask.stride` has d.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _SPELLINGS = {"inv-causal": "inverse-causal", "bicausal": "bi-causal"}
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask over the global sequence. Build it with the class methods, join with `&` and `|`.
+    """A mask over the global sequence, built with the class methods, `&` and `|`.
 
-    Masks compare and hash by value, so that plans are made once for equal masks.
+    Masks compare and hash by value, so that equal masks share cached plans.
     """
 
     terms: tuple[Term, ...] = ()
@@ -120,12 +120,12 @@ class Mask:
 
     @classmethod
     def documents(cls, cu_seqlens: Sequence[int] | Tensor) -> Mask:
-        """Packed documents: a token sees the tokens of its own document. `& Mask.causal()` for causal ones.
+        """Packed documents: a token sees the tokens of its own document. Causal with `& Mask.causal()`.
 
         Args:
-            cu_seqlens: where documents begin, and at last where the sequence ends: 0 <= ... <= n, integers,
-                as flash-attn takes them. A CUDA tensor is read once, and again if torch changed it in place;
-                other writes to its memory go unnoticed.
+            cu_seqlens: the starts of documents and the end of the sequence, integers 0 <= ... <= n, as in
+                flash-attn. A CUDA tensor is read once, and again if torch changed it in place; other writes
+                to its memory go unnoticed.
 
         Raises:
             ValueError: it does not begin with 0, or descends, or is not a list of integers.
@@ -133,11 +133,11 @@ class Mask:
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.device.type == "cpu":
             return cls((documents_of(cu_seqlens),))
         version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
-        known = _READ.get(cu_seqlens)
-        if known is None or known[0] != version or version < 0:
-            known = version, cls((documents_of(cu_seqlens),))
-            _READ[cu_seqlens] = known
-        mask: Mask = known[1]
+        entry = _READ.get(cu_seqlens)
+        if entry is None or entry[0] != version or version < 0:
+            entry = version, cls((documents_of(cu_seqlens),))
+            _READ[cu_seqlens] = entry
+        mask: Mask = entry[1]
         return mask
 
     @classmethod
@@ -168,12 +168,12 @@ class Mask:
         k_ranges: Sequence[Sequence[int]] | Tensor,
         kinds: Sequence[str] | str = "full",
     ) -> Mask:
-        """The union of slices: slice s lets queries q_ranges[s] see keys k_ranges[s], as kinds[s] says.
+        """The union of slices: in slice s queries q_ranges[s] see keys k_ranges[s], masked by kinds[s].
 
-        Ranges are [start, stop). Within a slice: "full": all; "causal": up to the diagonal that ends in the
+        Ranges are [start, stop). Kinds: "full": all pairs; "causal": up to the diagonal that ends in the
         lower right corner; "inverse-causal": from the diagonal that begins in the upper left corner on;
-        "bi-causal": both. (MagiAttention's slices, also as it spells them.) No slice at all: nobody sees
-        anything.
+        "bi-causal": both. (MagiAttention's AttnSlice, also with its spelling.) Without a slice no query sees
+        a key.
 
         Raises:
             ValueError: lists of different lengths, ranges that descend or are negative, unknown kinds.
@@ -200,13 +200,13 @@ class Mask:
 
     @classmethod
     def images(cls, blocks: Sequence[Sequence[int]] | Tensor) -> Mask:
-        """Tokens of the same block see each other, and nobody else sees anything.
+        """Tokens of the same image block see each other; other tokens see no key.
 
         `Mask.causal() | Mask.images(blocks)` is Gemma 3's mask: causal, or in the same image.
 
         Args:
-            blocks: [start, stop) of each image in the sequence, integers, in any order. They do not overlap;
-                beside documents (`&`), each lies in one document.
+            blocks: [start, stop) of each image in the sequence, integers, in any order, without overlap;
+                with documents (`&`), each within one document.
 
         Raises:
             ValueError: ranges that descend, are negative or overlap.
@@ -217,11 +217,11 @@ class Mask:
     def prefix(
         cls, lengths: int | Sequence[int] | Tensor, cu_seqlens: Sequence[int] | Tensor | None = None
     ) -> Mask:
-        """Causal, but the first tokens see each other: the mask of a prefix LM.
+        """The mask of a prefix LM: causal, and tokens of the prefix see each other.
 
         Args:
-            lengths: tokens of the prefix; with documents, of the prefix of each.
-            cu_seqlens: where documents begin, as of `documents`; None: one.
+            lengths: tokens of the prefix; with documents, one number for each document.
+            cu_seqlens: as in `documents`; None: one document.
 
         Raises:
             ValueError: lengths that are negative or longer than their documents, or not one a document.
@@ -230,35 +230,34 @@ class Mask:
         ends = integers("cu_seqlens", [0, UNBOUNDED] if cu_seqlens is None else cu_seqlens)
         tokens, documents = torch.atleast_1d(integers("lengths", lengths)), ends.diff()
         if tokens.shape != documents.shape:
-            came = f"lengths of shape {tuple(tokens.shape)}"
-            raise ValueError(f"a prefix for each of {len(documents)} documents is needed, got {came}")
+            shape = f"lengths of shape {tuple(tokens.shape)}"
+            raise ValueError(f"a prefix for each of {len(documents)} documents is needed, got {shape}")
         for at in ((tokens < 0) | (tokens > documents)).nonzero().flatten().tolist()[:1]:
-            most, length = int(documents[at]), int(tokens[at])
-            raise ValueError(f"a prefix has 0 tokens up to those of its document, {most}, got {length}")
+            limit, length = int(documents[at]), int(tokens[at])
+            raise ValueError(f"a prefix has 0 tokens up to those of its document, {limit}, got {length}")
         prefixes = torch.stack([ends[:-1], ends[:-1] + tokens], 1)
         return packed & (cls.causal() | cls((images_of(prefixes, "prefix"),)))
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Mask:
-        """Shared prefixes: a node of tokens sees all of its ancestors, and itself causally.
+        """A tree of shared prefixes: a node of tokens sees all of its ancestors, and itself causally.
 
-        The sequence is the nodes in a row. A band for each node is planned if all descendants of a node
-        follow it directly (depth first); other orders are right, too, with more bands. `& Mask.window(...)`
-        counts tokens along the row: `rollouts.tree_mask` has windows along the paths of a tree.
+        The sequence is the concatenation of the nodes. In depth-first order each node is one band; other
+        orders are legal, with more bands. `& Mask.window(...)` counts tokens along the sequence:
+        `rollouts.tree_mask` has windows along the paths of a tree.
 
         Args:
-            parents: of each node the number of its parent, which comes before it; -1 for a root. Several
-                roots do not see each other.
+            parents: the index of each node's parent, smaller than the node's; -1 for a root. Roots do not see
+                each other.
             lengths: tokens of each node.
 
         Raises:
-            ValueError: a parent that is not before its child (so there are no cycles), lengths below 0, lists
-                of different lengths.
+            ValueError: a parent that is not before its child, lengths below 0, lists of different lengths.
         """
         return cls((tree_of(parents, lengths),))
 
     def __or__(self, other: Mask) -> Mask:
-        """One of both allows a pair.
+        """The union: pairs of either mask.
 
         Raises:
             ValueError: a part is dilated.
@@ -274,7 +273,7 @@ class Mask:
         return Mask((Union(tuple(sorted(parts, key=str))),)) if parts else min(self, other, key=str)
 
     def __and__(self, other: Mask) -> Mask:
-        """Both must allow a pair."""
+        """The intersection: pairs of both masks."""
         if not isinstance(other, Mask):
             return NotImplemented
         terms: list[Term] = []
@@ -290,7 +289,7 @@ class Mask:
                 terms[terms.index(same)] = Documents(digest(ends), ends)
             elif term not in terms:
                 terms.append(term)
-        if any(isinstance(term, Tree) for term in terms):  # which looks back by itself
+        if any(isinstance(term, Tree) for term in terms):  # a tree is causal itself
             windows = [Window(window.left, None) for window in windows if window.left is not None]
         sides = [[getattr(w, side) for w in windows if getattr(w, side) is not None] for side in _SIDES]
         head: list[Term] = [Window(*(min(side, default=None) for side in sides))] if windows else []
@@ -309,7 +308,7 @@ class Mask:
         return any(isinstance(term, Ranges) and not len(term.ranges) for term in self.terms)
 
     def all_terms(self) -> Iterator[Term]:
-        """Yield the terms of the mask, and of the masks that it unites."""
+        """Yield the terms of the mask, and of the parts of its unions."""
         for term in self.terms:
             yield term
             if isinstance(term, Union):
@@ -318,28 +317,28 @@ class Mask:
 
     @property
     def has_window(self) -> bool:
-        """Whether a window that ends on the left is among its terms."""
+        """Whether a term is a window with a left bound."""
         return any(isinstance(term, Window) and term.left is not None for term in self.terms)
 
     @cached_property
     def document_ends(self) -> Tensor | None:
-        """cu_seqlens of its documents, int64; None if it has none. Of several, those cut finest."""
+        """cu_seqlens of its documents, int64, of several terms the longest; None without documents."""
         ends = [term.ends for term in self.terms if isinstance(term, Documents)]
         return max(ends, key=len, default=None)
 
     @property
     def of_layer(self) -> Mask:
-        """The mask of the layer in any batch: without documents and the branches of a tree."""
+        """The layer's part of the mask: without a batch's documents and tree branches."""
         stay = [(term,) if term.of_layer is None else term.of_layer for term in self.terms]
         return Mask() & Mask(tuple(chain(*stay)))
 
     @property
     def stride(self) -> int:
-        """Pairs must also be in `bands`, and their distance a multiple of this number."""
+        """The number that divides the distance of every pair in `bands`; 1 without dilation."""
         return next((term.step for term in self.terms if isinstance(term, Stride)), 1)
 
     def check(self, n: int) -> None:
-        """Check that the mask goes with a sequence of n tokens.
+        """Check that the mask fits a sequence of n tokens.
 
         Raises:
             ValueError: documents or trees that do not end at n, block matrices of another size, ranges or
@@ -353,7 +352,7 @@ class Mask:
                 images.check_within(packed.ends)
 
     def clipped(self, n: int) -> Mask:
-        """Return the same over n tokens: a window at least as long as the sequence has no end there."""
+        """Return the equal mask over n tokens, without window bounds longer than the sequence."""
         long = [t for t in self.terms if isinstance(t, Window) and t.clipped(n) != t]
         if not long:
             return self
@@ -365,16 +364,16 @@ class Mask:
         return _bands(self, n)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        """Bool [len(q), len(k)]: may the query at global position q see the key at k (the definition)."""
-        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+        """Return bool [len(q), len(k)]: whether queries see keys, by global positions (the definition)."""
+        allowed = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
         for term in self.terms:
-            seen &= term.allows(q, k)
-        return seen
+            allowed &= term.allows(q, k)
+        return allowed
 
 
 @dataclass(frozen=True)
 class Union(Term):
-    """What one of several masks allows."""
+    """The union of several masks."""
 
     parts: tuple[Mask, ...]
 
@@ -390,17 +389,17 @@ class Union(Term):
 
 _SIDES = ("left", "right")
 _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""(version, mask) of the cu_seqlens tensors that live."""
+"""(version, mask) of live cu_seqlens tensors."""
 
 
 @lru_cache(maxsize=64)
 def _bands(mask: Mask, n: int) -> Tensor:
-    for term in mask.terms:  # a plan may give other documents to a mask with images, which they then cut
+    for term in mask.terms:  # a plan may add documents that cut images of the mask
         term.check(n)
     return reduce(intersected, [term.bands(n) for term in mask.terms], everything(n))
 
 
 def _as_long(term: Documents, others: Sequence[Term]) -> Documents | None:
-    """Return the documents among `others` that end where `term` ends."""
+    """Return the documents in `others` with the same end as `term`."""
     last = int(term.ends[-1])
     return next((x for x in others if isinstance(x, Documents) and int(x.ends[-1]) == last), None)

@@ -17,16 +17,16 @@ from burst_mcore.words import digest
 
 
 class Term:
-    """One of the masks that an intersection is made of: a frozen dataclass, so that it compares by value.
+    """A factor of an intersection of masks: a frozen dataclass, so that it compares by value.
 
-    `str` of a term says all of it: equal words are equal terms, on all ranks.
+    Equal strings are equal terms, on all ranks.
     """
 
     of_layer: tuple[Term, ...] | None = None
-    """The terms that stay in its place when a batch with other documents or branches comes; None: itself."""
+    """The term's part that does not depend on the batch; None: the term itself."""
 
     def check(self, n: int) -> None:
-        """Raise ValueError if the term does not go with a sequence of n tokens."""
+        """Raise ValueError if the term does not fit a sequence of n tokens."""
 
     def bands(self, n: int) -> Tensor:
         """Return the allowed pairs of n tokens as disjoint bands, int64 [bands, 6]: see `mask.bands`."""
@@ -50,7 +50,7 @@ class Window(Term):
         return f"window({self.left}, {self.right})"
 
     def clipped(self, n: int) -> Window | None:
-        """Return the window without sides that no token of n reaches; None if no side is left."""
+        """Return the window without bounds longer than n tokens; None if no bound remains."""
         left, right = (None if side is None or side >= n else side for side in (self.left, self.right))
         return None if left is right is None else Window(left, right)
 
@@ -59,13 +59,13 @@ class Window(Term):
         return torch.tensor([[0, n, 0, n, low, UNBOUNDED if self.right is None else self.right]])
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        ahead = k[None, :] - q[:, None]
-        seen = torch.ones_like(ahead, dtype=torch.bool)
+        distance = k[None, :] - q[:, None]
+        allowed = torch.ones_like(distance, dtype=torch.bool)
         if self.left is not None:
-            seen &= ahead >= -self.left
+            allowed &= distance >= -self.left
         if self.right is not None:
-            seen &= ahead <= self.right
-        return seen
+            allowed &= distance <= self.right
+        return allowed
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Stride(Term):
 
 @dataclass(frozen=True)
 class Documents(Term):
-    """Packed documents; each sees itself alone."""
+    """Packed documents: tokens see only their own document."""
 
     digest: str
     ends: Tensor = field(compare=False)
@@ -154,7 +154,7 @@ class Ranges(Term):
     digest: str
     slices: Tensor = field(compare=False)
     ranges: Tensor = field(compare=False)
-    """[slices, 4]: first and last query, first and last key of each slice, as the user wrote them."""
+    """[slices, 4]: the user's (start, stop) of queries and of keys of each slice."""
 
     def __str__(self) -> str:
         return f"ranges({len(self.ranges)}, #{self.digest})"
@@ -171,17 +171,17 @@ class Ranges(Term):
         return disjoint(self.slices)
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
-        seen = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
+        allowed = torch.zeros(len(q), len(k), dtype=torch.bool, device=q.device)
         for q0, q1, k0, k1, low, high in self.slices.tolist():
-            ahead = k[None, :] - q[:, None]
+            distance = k[None, :] - q[:, None]
             inside = ((q >= q0) & (q < q1))[:, None] & ((k >= k0) & (k < k1))[None, :]
-            seen |= inside & (ahead >= low) & (ahead <= high)
-        return seen
+            allowed |= inside & (distance >= low) & (distance <= high)
+        return allowed
 
 
 @dataclass(frozen=True)
 class Chunks(Term):
-    """The sequence in chunks of `size` tokens; each sees itself alone."""
+    """Chunks of `size` tokens: tokens see only their own chunk."""
 
     size: int
 
@@ -199,10 +199,10 @@ class Chunks(Term):
 
 @dataclass(frozen=True)
 class Images(Ranges):
-    """Blocks of tokens, each of which sees itself; nobody else sees anything."""
+    """Image blocks: tokens of a block see the block; other tokens see no key."""
 
     kind: str = field(compare=False)
-    """The user's word for a block, in errors."""
+    """The name of a block in errors."""
 
     def __str__(self) -> str:
         return f"images({len(self.ranges)}, #{self.digest})"
@@ -212,7 +212,7 @@ class Images(Ranges):
             raise ValueError(f"{self.kind} [{first}, {last}) goes beyond the sequence of {n} tokens")
 
     def check_within(self, ends: Tensor) -> None:
-        """Raise ValueError if a block lies in more than one of the documents that `ends` tells."""
+        """Raise ValueError if a block spans several documents; ends: cu_seqlens."""
         edges = self.ranges[:, :2] - torch.tensor([0, 1])
         first, last = torch.searchsorted(ends, edges, right=True).unbind(1)
         for at in (first != last).nonzero().flatten().tolist()[:1]:
@@ -222,13 +222,13 @@ class Images(Ranges):
 
 @dataclass(frozen=True)
 class Tree(Term):
-    """Nodes of tokens in a row, parents first; a node sees all of its ancestors, and itself causally."""
+    """Concatenated nodes of tokens, parents first; a node sees its ancestors, and itself causally."""
 
     digest: str
     parents: Tensor = field(compare=False)
-    """The node before each node; -1 for a root."""
+    """The parent of each node; -1 for a root."""
     ends: Tensor = field(compare=False)
-    """Where nodes begin, and at last where the last node ends."""
+    """The start of each node, and the end of the last node."""
     of_layer = (Window(None, 0),)
 
     def __str__(self) -> str:
@@ -242,19 +242,19 @@ class Tree(Term):
             )
 
     def bands(self, n: int) -> Tensor:
-        """One band a node and run of its descendants: one a node in all if each is followed by its own."""
+        """A band for each node and interval of its descendants: in depth-first order one band a node."""
         ends, runs, rows = self.ends.tolist(), self._runs(), []
         node = 0
         while node < len(runs):
             first = node
             while node + 1 < len(runs) and runs[node + 1] == [(node + 1, runs[node][0][1]), *runs[node][1:]]:
-                node += 1  # the only child, which stands behind its parent: keys of both are seen by the same
+                node += 1  # an only child next to its parent: the same queries see the keys of both
             node += 1
             rows += [[ends[a], ends[b], ends[first], ends[node], -UNBOUNDED, 0] for a, b in runs[first]]
         return tightened(torch.tensor(rows))
 
     def _runs(self) -> list[list[tuple[int, int]]]:
-        """For each node, itself and its descendants, as runs of neighbours: (first, last + 1)."""
+        """Return each node and its descendants, as intervals (first, last + 1)."""
         runs = [[(node, node + 1)] for node in range(len(self.parents))]
         for node, parent in reversed(list(enumerate(self.parents.tolist()))):
             if parent >= 0:
@@ -302,7 +302,7 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
 
 
 def images_of(blocks: Sequence[Sequence[int]] | Tensor, kind: str = "image block") -> Images:
-    """Return the term of blocks [start, stop), in any order. Raises ValueError for bad ones."""
+    """Return the term of blocks [start, stop), in any order. Raises ValueError if they are not legal."""
     pairs = sorted(pair for pair in pairs_of("blocks", blocks) if pair[0] < pair[1])
     for one, following in pairwise(pairs):
         if following[0] < one[1]:
@@ -332,7 +332,7 @@ def tree_of(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) ->
 
 
 def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    """Return ranges (start, stop) as a list. Raises ValueError, with the argument's name, for all else."""
+    """Return ranges (start, stop) as a list. Raises ValueError, with the argument's name, if illegal."""
     table = integers(name, ranges)
     table = table.reshape(0, 2) if table.shape == (0,) else table
     if table.dim() != 2 or table.shape[1] != 2:
@@ -345,7 +345,7 @@ def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[i
 
 
 def integers(name: str, values: object) -> Tensor:
-    """Return an int64 copy on the CPU. Raises ValueError, which names the argument, for other numbers."""
+    """Return an int64 copy on the CPU. Raises ValueError, with the argument's name, for other dtypes."""
     table = tensor_of(f"{name} must be integers", values)
     if table.numel() and table.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"{name} must be integers, got {table.dtype}")
@@ -353,7 +353,7 @@ def integers(name: str, values: object) -> Tensor:
 
 
 def tensor_of(legal: str, values: object, **options: Any) -> Tensor:
-    """Return a tensor on the CPU. Raises ValueError, which says what is legal, for what is no rectangle."""
+    """Return a tensor on the CPU. Raises ValueError, with the legal values, if there is no such tensor."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -369,5 +369,5 @@ def short(x: Tensor) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Return whether a value is a whole number, of Python or numpy, and no bool."""
+    """Return whether a value is an integer of Python or numpy, not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

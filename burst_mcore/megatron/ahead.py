@@ -1,4 +1,4 @@
-"""Megatron's batches of packed documents, planned while the batch before each is trained on."""
+"""Megatron's batches of packed documents, planned one batch ahead."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from burst_mcore.megatron.packed import packing_of
 
 
 def planned_ahead(batches: Iterable[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield the same batches; of packed ones the next is read and planned before each is handed out.
+    """Yield the same batches; the next packed batch is read and planned before each is yielded.
 
-    For the tensor-parallel ranks that read data, the first of each group; others plan when a batch comes.
+    For tensor-parallel ranks that read data, the first of each group; other ranks plan when a batch arrives.
 
     Args:
-        batches: of Megatron's datasets, with `tokens` [B, S] and, where they are packed, `cu_seqlens` (and
-            perhaps `cu_seqlens_padded`) [B, entries] or [entries].
+        batches: of Megatron's datasets, with `tokens` [B, S] and, if packed, `cu_seqlens` (and perhaps
+            `cu_seqlens_padded`) [B, entries] or [entries].
         ranks: context-parallel ranks.
     """
-    return _ahead(iter(batches), ranks)  # at once: workers of a loader start when Megatron expects it
+    return _ahead(iter(batches), ranks)  # iter at once: a loader's workers start when Megatron expects it
 
 
 def _ahead(rest: Iterator[dict[str, Any]], ranks: int) -> Iterator[dict[str, Any]]:
@@ -41,7 +41,6 @@ def _is_packed(batch: Any) -> bool:
 
 
 def _planned(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the batch, planned if it is packed."""
     if not _is_packed(batch):
         return batch
     rows, length = batch["tokens"].shape
@@ -53,7 +52,7 @@ def _planned(batch: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _merged(ends: Tensor | None, length: int) -> Tensor | None:
-    """cu_seqlens of all samples in a row, without what pads them to one length."""
+    """cu_seqlens of all samples in a row, without padding to one length."""
     if ends is None:
         return None
     rows = [row.unique() + index * length for index, row in enumerate(ends.reshape(-1, ends.shape[-1]).cpu())]

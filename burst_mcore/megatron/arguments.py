@@ -1,4 +1,4 @@
-"""The flags that the launcher adds to Megatron's arguments, and the configuration that they make."""
+"""The flags that the launcher adds to Megatron's arguments, and their configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICIES = ("full", "attention", "segment")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "burst attention" to Megatron's parser, but for what a patched Megatron has by itself."""
+    """Add the group "burst attention" to Megatron's parser, without flags that a patched Megatron has."""
     if has_flag(parser, "--burst-recompute"):
         return parser
     group = parser.add_argument_group(title="burst attention")
@@ -91,7 +91,7 @@ def recompute_policy(arguments: argparse.Namespace) -> Policy:
     """Return the recompute policy of the flags; `Full()` without such flags.
 
     Raises:
-        ValueError: flags that contradict each other, or that Megatron's would leave without effect.
+        ValueError: flags that contradict each other, or that have no effect beside Megatron's flags.
     """
     judge(of_recompute(Settings(arguments, uses_burst=uses_burst(arguments))))
     name, keep = (getattr(arguments, f"burst_{x}", None) for x in ("recompute", "recompute_keep"))
@@ -108,8 +108,8 @@ def burst_config(arguments: argparse.Namespace) -> BurstConfig:
 
 def setting(arguments: argparse.Namespace, name: str) -> Any:
     """Return the value of the flag of a field of BurstConfig; the default without the flag."""
-    given = getattr(arguments, f"burst_{name}", None)
-    return SETTINGS[name].default if given is None else given
+    value = getattr(arguments, f"burst_{name}", None)
+    return SETTINGS[name].default if value is None else value
 
 
 def mla_latent(arguments: argparse.Namespace) -> str:
@@ -118,23 +118,23 @@ def mla_latent(arguments: argparse.Namespace) -> str:
 
 
 def given_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Return the flags of these options that the command line has, with any value."""
+    """Return the flags of these options on the command line, with any value."""
     return [flag_of(name) for name in names if getattr(arguments, f"burst_{name}", None) is not None]
 
 
 def uses_burst(arguments: argparse.Namespace) -> bool:
-    """Return whether the flag, or a spec of this package, asks for burst attention."""
+    """Return whether the flag, or a spec of this package, chooses burst attention."""
     spec: list[str] = getattr(arguments, "spec", None) or [""]
     return burst_asked_for(arguments) or str(spec[0]).startswith("burst_mcore")
 
 
 def burst_asked_for(arguments: argparse.Namespace) -> bool:
-    """Return whether the flag asks for burst attention."""
+    """Return whether the flag chooses burst attention."""
     return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
 
 
 def from_command_line(read: Callable[[argparse.Namespace], Value], otherwise: Value) -> Value:
-    """Read Megatron's parsed arguments; `otherwise` where Megatron has parsed none."""
+    """Read Megatron's parsed arguments; return `otherwise` if Megatron has parsed none."""
     try:
         arguments = megatron_arguments()
     except RuntimeError:
@@ -144,15 +144,14 @@ def from_command_line(read: Callable[[argparse.Namespace], Value], otherwise: Va
 
 def rates_of(arguments: argparse.Namespace) -> Rates | None:
     """Return the rates of --burst-rates. Raises ValueError as `Rates`."""
-    given = getattr(arguments, "burst_rates", None)
-    if given is None:
+    values = getattr(arguments, "burst_rates", None)
+    if values is None:
         return None
-    intra, inter, teraflops = given
+    intra, inter, teraflops = values
     return Rates(intra=intra * 1e9, inter=inter * 1e9, compute=teraflops * 1e12)
 
 
 def _rate(text: str) -> float:
-    """Convert text to a rate."""
     with contextlib.suppress(ValueError):
         if 0 < float(text) < math.inf:
             return float(text)
@@ -160,7 +159,6 @@ def _rate(text: str) -> float:
 
 
 def _share(text: str) -> float | str:
-    """Convert text to a share of the sequence, or auto."""
     if text == "auto":
         return text
     try:
@@ -170,24 +168,23 @@ def _share(text: str) -> float | str:
 
 
 def flag_of(name: str) -> str:
-    """Megatron's flag for a field of BurstConfig, or another option; it turns off what is on by default."""
+    """Return the flag of a field of BurstConfig or another option; --burst-no-... if it is on by default."""
     off = name in SETTINGS and SETTINGS[name].default is True
     return f"--burst-{'no-' * off}{name.replace('_', '-')}"
 
 
 def _argument(name: str) -> dict[str, Any]:
-    """Return argparse's options for a field of BurstConfig."""
     default, legal, meaning = SETTINGS[name]
-    told = {"dest": f"burst_{name}", "default": None, "help": f"{meaning} Default: {default}."}
+    options = {"dest": f"burst_{name}", "default": None, "help": f"{meaning} Default: {default}."}
     if default is True:  # the flag turns it off
-        told["help"] = f"Turns off: {meaning[0].lower()}{meaning[1:]}"
+        options["help"] = f"Turns off: {meaning[0].lower()}{meaning[1:]}"
     if isinstance(default, bool):
-        return {**told, "action": "store_false" if default else "store_true"}
+        return {**options, "action": "store_false" if default else "store_true"}
     if name == "kernel":
         legal = ("auto", *KERNELS)
     words = ", ".join(legal) if isinstance(legal, tuple) else legal
-    told["help"] = f"{meaning} Legal: {words}. Default: {default}."
-    return {**told, "metavar": name.upper(), "type": lambda text: _value(name, text)}
+    options["help"] = f"{meaning} Legal: {words}. Default: {default}."
+    return {**options, "metavar": name.upper(), "type": lambda text: _value(name, text)}
 
 
 def _removed(name: str, text: str) -> Never:
@@ -207,17 +204,17 @@ def _value(name: str, text: str) -> Any:
 
 
 def packed_of(arguments: argparse.Namespace) -> str:
-    """Return how packed batches are sharded: "whole" if documents may end at any token, else "documents"."""
+    """Return the sharding of packed batches: "whole" if documents may end at any token, else "documents"."""
     at_any_token = getattr(arguments, "dataloader_inter_document_masking", False)
     each_alone = getattr(arguments, "sft", False)
     return "whole" if at_any_token and not each_alone else "documents"
 
 
 def megatron_arguments() -> Any:
-    """Megatron's parsed arguments.
+    """Return Megatron's parsed arguments.
 
     Raises:
-        RuntimeError: megatron.training is not there, or has not parsed its arguments yet.
+        RuntimeError: megatron.training is not installed, or has not parsed its arguments yet.
     """
     try:
         from megatron.training import global_vars

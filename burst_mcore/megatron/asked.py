@@ -1,6 +1,6 @@
-"""Megatron's arguments: judged and put in effect, and what they ask of core attention, its way and kernel.
+"""Megatron's arguments: checked and put in effect, and the route and kernel that they choose.
 
-Every function takes a TransformerConfig or the parsed arguments, whose fields have the same names.
+Every function takes a TransformerConfig or the parsed arguments, which have fields of the same names.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ logger = logging.getLogger(__name__)
 _BACKENDS = {"flash": ("flash2", "flash3", "flash4"), "fused": ("te", "cudnn")}
 """Kernels that --attention-backend allows."""
 TOKENS = 2**17
-"""Tokens for which a layer's kernel is tried before its sequences are known."""
+"""The assumed tokens for the check of a layer's kernel, before its sequences are known."""
 
 
 def check_arguments(arguments: Any) -> None:
-    """Judge the arguments by the table of `rules`, and by what kernels, heads and layouts can do.
+    """Check the arguments by the table of `rules`, and against kernels, heads and layouts.
 
-    Before any process group is made. A ValueError says what is not legal.
+    Before any process group is made. Raises ValueError for an illegal argument.
     """
     s = Settings(arguments)
-    idle = [] if uses_burst(arguments) else given_flags(arguments, *SETTINGS, "rates", "mla_latent")
-    if idle:
+    flags = [] if uses_burst(arguments) else given_flags(arguments, *SETTINGS, "rates", "mla_latent")
+    if flags:
         raise ValueError(
-            f"{idle[0]} has no effect without burst attention: add --context-parallel-attention-backend "
+            f"{flags[0]} has no effect without burst attention: add --context-parallel-attention-backend "
             "burst, also beside a spec of your own that holds core_attention_spec()"
         )
     recompute_policy(arguments)
@@ -76,9 +76,9 @@ def check_arguments(arguments: Any) -> None:
     judge(of_layer(arguments, mla_latent(arguments)) | of_scripts(s))
     rates_of(arguments)
     burst, size = burst_config(arguments), arguments.context_parallel_size
-    ways = given_flags(arguments, *WAYS)
+    route_flags = given_flags(arguments, *WAYS)
     for kind in layers_comm_types(arguments):
-        burst_of_kind = configured(burst, arguments, kind, ways=ways)
+        burst_of_kind = configured(burst, arguments, kind, ways=route_flags)
         try:
             with_kernel(burst_of_kind, arguments, Ranks(size, size), Mask.causal())
         except ValueError as error:
@@ -94,7 +94,7 @@ def check_arguments(arguments: Any) -> None:
 
 
 def use_burst(arguments: Any) -> None:
-    """Judge the arguments; where they ask for burst attention put layout and data without masks in effect."""
+    """Check the arguments; with burst attention put the layout, and data without masks, in effect."""
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
     if not hasattr(arguments, "num_attention_heads"):  # a YAML file's are elsewhere
@@ -108,7 +108,7 @@ def use_burst(arguments: Any) -> None:
         use_layout(sharding.layout, sharding.packed)
     wrap(GPTDatasetConfig, "__post_init__", _refusing_a_dense_mask)
     if getattr(arguments, "create_attention_mask_in_dataloader", False):
-        # Megatron's default. Who wants a mask sets it in GPTDatasetConfig.
+        # Megatron's default. Users who need a mask set it in GPTDatasetConfig.
         arguments.create_attention_mask_in_dataloader = False
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
@@ -118,11 +118,11 @@ def use_burst(arguments: Any) -> None:
 
 
 MASKED_TOKENS = 2**14
-"""The longest sequence whose dense attention mask is taken: from there on Megatron's takes 1 GiB a sample."""
+"""The longest sequence with a dense attention mask; above, Megatron's mask takes 1 GiB a sample."""
 
 
 def refuse_dense_mask(source: str, tokens: int) -> None:
-    """ValueError for an attention mask [tokens, tokens] that is too large; `source` says where it is from."""
+    """Raise ValueError for an attention mask [tokens, tokens] that is too large; source: its origin."""
     if tokens > MASKED_TOKENS:
         raise ValueError(
             f"{source} asks for a dense mask of {tokens} x {tokens}: burst attention needs none, and takes "
@@ -132,7 +132,7 @@ def refuse_dense_mask(source: str, tokens: int) -> None:
 
 @around
 def _refusing_a_dense_mask(check: Callable[..., None], config: Any) -> None:
-    """Wrap the check of a data set's configuration: with burst attention a large dense mask is refused."""
+    """Wrap the check of a data set's configuration: with burst attention a large dense mask raises."""
     check(config)
     if config.create_attention_mask and from_command_line(uses_burst, otherwise=False):
         refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
@@ -141,14 +141,14 @@ def _refusing_a_dense_mask(check: Callable[..., None], config: Any) -> None:
 def with_kernel(
     burst: BurstConfig, config: Any, ranks: Ranks, mask: Mask, dims: tuple[int, int] = (64, 64)
 ) -> BurstConfig:
-    """`burst` with the kernel that Megatron's flags ask for, once heads and kernel are known to be legal.
+    """Return `burst` with the kernel of Megatron's flags, after checks of heads and kernel.
 
     Args:
         config: of a layer, or the arguments.
-        dims: of queries and values; every kernel takes the default.
+        dims: head dims of queries and values; every kernel supports the default.
 
     Raises:
-        ValueError: so many ranks cannot share the heads, or the kernel cannot serve the layer on this device.
+        ValueError: the ranks cannot share the heads, or the kernel does not support the layer here.
     """
     s, shards, heads = Settings(config), config.tensor_model_parallel_size, config.num_attention_heads
     is_grouped = s.group_query_attention is not False  # without, arguments have one group
@@ -168,7 +168,7 @@ def with_kernel(
 
 
 def dtype_of_calls(config: Any) -> torch.dtype:
-    """Return the dtype of q: with autocast and wrappers parameters may still be of another one."""
+    """Return the dtype of q: with autocast and wrappers parameters may have another dtype."""
     s = Settings(config)
     if s.bf16:
         return torch.bfloat16
@@ -176,7 +176,7 @@ def dtype_of_calls(config: Any) -> torch.dtype:
 
 
 WAYS = ("ring", "head_parallel", "head_placement")
-"""Fields of BurstConfig that say how ranks communicate, as --cp-comm-type does."""
+"""The fields of BurstConfig that choose the route, like --cp-comm-type."""
 
 
 def configured(
@@ -186,14 +186,14 @@ def configured(
     size: int | None = None,
     ways: Sequence[str] | None = None,
 ) -> BurstConfig:
-    """`burst` with what `config` asks for: determinism, and --cp-comm-type of a layer.
+    """Return `burst` with the determinism of `config`, and the --cp-comm-type of a layer.
 
-    p2p leaves the way to `burst`; a2a shares all heads, a2a+p2p those of the inner of two hierarchical
-    groups, all_gather is the direct exchange. size: of the group, by default the configuration's. ways: the
-    flags of `WAYS` on the command line, by default those of the fields that `burst` sets.
+    p2p leaves the route to `burst`; a2a is Ulysses over all ranks, a2a+p2p Ulysses over the inner of two
+    hierarchical groups, all_gather the direct exchange. size: of the group, by default the configuration's.
+    ways: the flags of `WAYS` on the command line, by default those of the fields that `burst` sets.
 
     Raises:
-        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or one beside `ways`.
+        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or a type beside `ways`.
     """
     s = Settings(config)
     if s.deterministic_mode:
@@ -222,16 +222,16 @@ def configured(
 
 
 def layers_comm_types(config: Any) -> list[str | None]:
-    """--cp-comm-type as it was given: one for all layers, or one a layer."""
-    given = getattr(config, "cp_comm_type", None)
-    return list(given) if isinstance(given, list | tuple) and given else [given or None]
+    """Return --cp-comm-type: one for all layers, or one a layer."""
+    types = getattr(config, "cp_comm_type", None)
+    return list(types) if isinstance(types, list | tuple) and types else [types or None]
 
 
 def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
-    """`burst` with a kernel that --attention-backend and --flash-attention-version allow.
+    """Return `burst` with a kernel that --attention-backend and --flash-attention-version allow.
 
     Raises:
-        ValueError: none of them can serve the problem (with its reasons), or `burst` names another kernel.
+        ValueError: no allowed kernel supports the problem (with the reasons), or `burst` names another.
     """
     flags, allowed = _allowed(burst.kernel, config)
     if not flags or burst.kernel != "auto":
@@ -247,12 +247,12 @@ def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
 
 
 def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
-    """Return Megatron's flags that choose kernels, "" if none does, and the names of the kernels they allow.
+    """Return Megatron's flags that choose kernels, or "", and the names of the kernels that they allow.
 
-    A version of flash-attn asks for it; beside --attention-backend fused it says nothing, as in Megatron.
+    A version of flash-attn chooses flash-attn, except with --attention-backend fused, as in Megatron.
 
     Raises:
-        ValueError: `kernel`, the word of --burst-kernel, is not among them.
+        ValueError: `kernel`, the option of --burst-kernel, is not allowed.
     """
     s = Settings(config)
     backend, version = s.backend, s.flash_attention_version
@@ -270,7 +270,7 @@ def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
 def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
     """Return the sinks for config.softmax_type, [heads of this rank]; a Parameter if they are learnable.
 
-    The Parameter is marked as sharded by tensor parallelism: norms for clipping have the heads of all ranks.
+    The Parameter is marked as sharded by tensor parallelism: clipping norms include all ranks' heads.
     """
     kind = getattr(config, "softmax_type", "vanilla")
     if kind == "vanilla":

@@ -50,30 +50,28 @@ from burst_mcore.rollouts.megatron import mask_of_call
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
 PADDING = (AttnMaskType.padding, AttnMaskType.padding_causal)
-"""Mask types that need packed sequences: these say what is padding."""
+"""Mask types that need packed sequences, which define the padding."""
 
 _last_checked: tuple[weakref.ref[Tensor], Mask, Topology] | None = None
-"""The attention mask that was found to say the same as this mask, on this rank of a ring."""
+"""The last attention mask that was checked to equal a mask, on this rank of a ring."""
 
 
 class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # Megatron is untyped
     """Core attention over Megatron's own context-parallel group.
 
-    Stands where DotProductAttention or TEDotProductAttention stand in a layer spec, with their constructor,
-    plus `burst_config` and, for its choices called "auto", `rates`. With `mla_latent` "on" or "auto" an MLA
-    layer gives it the latent that K and V are made of. Its only parameter is `softmax_offset`, if
-    softmax_type is learnable. With a context-parallel size of 1 it attends locally. The ring, and on NCCL
-    its communicators, are made here, once for each group; those of a group that comes with a call, in the
-    first such call, and those of a group that is bound later (`cp_group`, `pg_collection`,
+    It replaces DotProductAttention or TEDotProductAttention in a layer spec, with their constructor, plus
+    `burst_config` and, for its options "auto", `rates`. With `mla_latent` "on" or "auto" an MLA layer passes
+    its latent. The only parameter is `softmax_offset`, if softmax_type is learnable. With a context-parallel
+    size of 1 it attends locally. The ring, and on NCCL its communicators, are made here, once for each group;
+    for the group of a call, in its first call, and for a group bound later (`cp_group`, `pg_collection`,
     `set_context_parallel_group`), then.
 
     Raises:
-        ValueError: the model asks for what this attention does not do (dropout, cross attention, ...):
-            at construction, before any training.
+        ValueError: an unsupported setting of the model (dropout, cross attention, ...), at construction.
     """
 
     current_max_attn_logits: Tensor | None = None
-    """The max logit of each head since Megatron's `clip_qk` read it, over this rank's queries."""
+    """The max logit of each head since Megatron's `clip_qk` last read it, over this rank's queries."""
 
     def __init__(
         self,
@@ -93,8 +91,8 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        asked = {"attention_type": attention_type, "attention_dropout": dropout}
-        rules.judge(rules.of_layer(config, mla_latent, **asked), f"layer {layer_number}: ")
+        fields = {"attention_type": attention_type, "attention_dropout": dropout}
+        rules.judge(rules.of_layer(config, mla_latent, **fields), f"layer {layer_number}: ")
         self.layer_number, self.mla_latent = layer_number, mla_latent
         self.attn_mask_type = _legal(attn_mask_type, layer_number)
         self.window = _window(config, layer_number)
@@ -105,7 +103,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         self._keeps_largest = any(getattr(config, x, False) for x in ("qk_clip", "log_max_attention_logit"))
         self.softmax_offset = softmax_offset(config, pg_collection)
         self.up_weight: Callable[[], Tensor] | None = None
-        """Returns the weights [H, R, Dk + Dv] of a layer that gives its latent and rope key for K and V."""
+        """Returns the up-projection [H, R, Dk + Dv] of a layer that passes its latent and rope key."""
         if mla_latent != "off":
             hand_over_latents()
         if getattr(config, "mtp_num_layers", None):
@@ -120,7 +118,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         self.use_group(group, cp_comm_type, _levels(config, group, pg_collection))
 
     def use_group(self, group: Any, cp_comm_type: str | None, levels: Any = None) -> None:
-        """Attend over `group`, see `Rebindable`. A ValueError, as the constructor's, changes nothing."""
+        """Attend over `group`, see `Rebindable`. A ValueError, as in the constructor, changes nothing."""
         size = 1 if group is None else group.size()
         burst = configured(self._asked, self.config, cp_comm_type, size)
         if size > 1:
@@ -154,11 +152,11 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
 
         Args:
             query: [S, B, H, D]. key: [S, B, Hkv, D]. value: [S, B, Hkv, Dv], K/V heads not repeated. Packed
-                (thd): [T, H, D], [T, Hkv, D], [T, Hkv, Dv], with or without a batch of 1 behind T. Of an MLA
-                layer with `up_weight`: the latent [S, B, 1, R], and [S, B, 1, D] that ends in the rope key.
+                (thd): [T, H, D], [T, Hkv, D], [T, Hkv, Dv], or with a batch of 1 after T. Of an MLA layer
+                with `up_weight`: the latent [S, B, 1, R], and [S, B, 1, D] that ends in the rope key.
             attention_mask: None, or Megatron's [1 or B, 1, S, global sequence], True where masked. It must
-                say the same as the mask type, which is what is used; this is checked. None if packed.
-            attn_mask_type: overrides the one given at construction. A window comes from the config.
+                equal the mask of the mask type, which is used; this is checked. None if packed.
+            attn_mask_type: overrides the constructor's. The window comes from the config.
             attention_bias: must be None.
             packed_seq_params: the documents of packed sequences (format thd), each sharded zigzag over the
                 ranks, or all together by the layout (`layouts.use_layout`); and this call's
@@ -191,31 +189,31 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             self._refuse_other_mask(attention_mask, mask, query.shape[0], topology, packed is not None)
         if packed is not None:
             mask, config = mask & packed.documents, replace(config, layout=packed.layout)
-        seen = mask & self.window
+        layer_mask = mask & self.window
         if packed_seq_params is not None:
-            seen = mask_of_call(packed_seq_params, seen, self.window)
+            layer_mask = mask_of_call(packed_seq_params, layer_mask, self.window)
         q, k, v = (_batch_first(x, packed is not None) for x in (query, key, value))
-        # Only there: compiled, layers that say their number are code of their own.
+        # Only in checkpoints: under torch.compile a layer's name would compile each layer separately.
         with of_layer(f"layer {self.layer_number}") if entered.in_checkpoint else contextlib.nullcontext():
             out = burst_attention(
                 q,
                 **self._keys(k, v),
                 topology=topology,
-                mask=seen,
+                mask=layer_mask,
                 config=config,
                 softmax_scale=self.softmax_scale,
                 sinks=self.softmax_offset,
                 return_max_logit=self._keeps_largest,
             )
         if self._keeps_largest:
-            out, largest = out
-            before = self.current_max_attn_logits
-            self.current_max_attn_logits = largest if before is None else largest.maximum(before)
+            out, max_logit = out
+            previous = self.current_max_attn_logits
+            self.current_max_attn_logits = max_logit if previous is None else max_logit.maximum(previous)
         assert isinstance(out, Tensor)
         return out[0].flatten(1) if query.dim() == 3 else out.transpose(0, 1).flatten(2)
 
     def _keys(self, k: Tensor, v: Tensor) -> dict[str, Any]:
-        """Return K and V, or the latent that both are made of, as arguments of burst_attention."""
+        """Return K and V, or the latent, as arguments of burst_attention."""
         if self.up_weight:
             rope_key = v[..., -self.config.qk_pos_emb_head_dim :]
             return {"latent": Latent(k[:, :, 0], rope_key, self.up_weight(), self.mla_latent)}
@@ -232,7 +230,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> Any:
-        """For distributed checkpoints, as Megatron's own attention writes them: learnt sinks, by head."""
+        """Return the state for distributed checkpoints, like Megatron's attention: learnt sinks, by head."""
         learnt = isinstance(self.softmax_offset, torch.nn.Parameter)
         state = self.state_dict(prefix="", keep_vars=True) if learnt else {}
         of_heads, group = {"softmax_offset": 0}, (metadata or {}).get("dp_cp_group")
@@ -245,7 +243,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
     ) -> Tensor:
         """Attend the last tokens of a sequence to the cache of all its keys, as in generation.
 
-        By the mask type of the layer: that of the call is no_mask there whatever the layer's.
+        The layer's mask type counts: Megatron passes no_mask with the call, whatever the layer's type.
         """
         if topology.size > 1:
             raise ValueError(
@@ -266,40 +264,39 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         return out.transpose(0, 1).flatten(2)
 
     def _packing(self, params: Any, n: int, size: int) -> Packing | None:
-        """Return the documents of a call's tensors; None if there are none."""
         try:
             return packing(params, n, size, self.burst_config.layout)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_number}: {error}") from error
 
     def _topology_of_call(self, params: Any) -> Topology:
-        """Return the ring of a call: over the model's group, unless the call brings its own."""
+        """Return the ring of a call: over the model's group, or the call's own."""
         group, size = (getattr(params, name, None) for name in ("cp_group", "local_cp_size"))
         if group is None and size in (None, 1):
             return self.topology if size is None else Topology.single()
         if group is None or (size is not None and size != group.size()):
-            found = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
+            actual = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
             raise ValueError(
-                f"layer {self.layer_number}: packed_seq_params have local_cp_size {size}, but {found}"
+                f"layer {self.layer_number}: packed_seq_params have local_cp_size {size}, but {actual}"
             )
         if group not in self._topologies:
             connect(self._topology_over(group, self.burst_config), self.burst_config)
         return self._topologies[group]
 
     def _topology_over(self, group: Any, burst: BurstConfig, levels: Any = None) -> Topology:
-        """Return the ring over a group, made once; by hosts unless two hierarchical groups make it up."""
+        """Return the cached ring over a group, with nodes from two hierarchical groups, or by hosts."""
         if group not in self._topologies:
             if levels and [len(levels), math.prod(level.size() for level in levels)] == [2, group.size()]:
-                made = Topology.from_groups(intra=levels[0], inter=levels[1])
+                topology = Topology.from_groups(intra=levels[0], inter=levels[1])
             else:
-                made = Topology.single() if group is None else _nodes_by_host(group, burst.ring)
-            self._topologies[group] = replace(made, rates=self._rates)
+                topology = Topology.single() if group is None else _nodes_by_host(group, burst.ring)
+            self._topologies[group] = replace(topology, rates=self._rates)
         return self._topologies[group]
 
     def _refuse_other_mask(
         self, attention_mask: Tensor, mask: Mask, rows: int, topology: Topology, is_packed: bool
     ) -> None:
-        """ValueError unless Megatron's mask says the same as `mask`; checked once for all layers."""
+        """Raise ValueError unless Megatron's mask equals `mask`; checked once for all layers."""
         global _last_checked
         if is_packed:
             raise ValueError(
@@ -310,7 +307,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         if checked is not None and checked[0] is attention_mask and checked[1:] == (mask, topology):
             return  # the layers of a model get the same tensor
         n = rows * topology.size
-        if self.training:  # a prompt's mask is Megatron's own, and there is no way to go without
+        if self.training:  # in generation Megatron always makes the mask of a prompt
             refuse_dense_mask(f"layer {self.layer_number}: attention_mask", n)
         if attention_mask.shape[-2:] != (rows, n):
             raise ValueError(
@@ -328,7 +325,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
 
 
 def _refuse_other_packing() -> None:
-    """ValueError if documents of the command line end at any token, and batches are sharded otherwise."""
+    """Raise ValueError if the command line packs documents that end at any token, without `use_layout`."""
     if from_command_line(packed_of, "documents") == "whole" and layout_of_packed() is None:
         raise ValueError(
             "--dataloader-inter-document-masking packs documents that end at any token: call "
@@ -338,7 +335,7 @@ def _refuse_other_packing() -> None:
 
 
 def _batch_first(x: Tensor, is_packed: bool) -> Tensor:
-    """[B, S, heads, dim] of [S, B, heads, dim], or of packed [T, heads, dim] or [T, 1, heads, dim]."""
+    """Return [B, S, heads, dim] of [S, B, heads, dim], or of packed [T, heads, dim] or [T, 1, heads, dim]."""
     if is_packed and not (x.dim() == 3 or (x.dim() == 4 and x.shape[1] == 1)):
         raise ValueError(f"packed queries, keys and values must be [tokens, heads, dim], got {list(x.shape)}")
     return x[None] if is_packed and x.dim() == 3 else x.transpose(0, 1)
@@ -376,7 +373,7 @@ def _group(config: TransformerConfig, pg_collection: Any) -> Any:
 
 
 def _levels(config: TransformerConfig, group: Any, pg_collection: Any) -> Any:
-    """Return Megatron's hierarchical groups of a context-parallel group; None if none were asked for."""
+    """Return Megatron's hierarchical groups of a context-parallel group; None without the setting."""
     sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
     if not sizes or group is None or group.size() == 1:
         return None
@@ -384,10 +381,10 @@ def _levels(config: TransformerConfig, group: Any, pg_collection: Any) -> Any:
         check_initialized=False
     )
     if len(sizes) != 2 or not levels or [level.size() for level in levels] != list(sizes):
-        found = [level.size() for level in levels or ()]
+        actual = [level.size() for level in levels or ()]
         raise ValueError(
             f"burst attention takes two hierarchical context-parallel sizes, ranks of a node and nodes, with "
-            f"their process groups; got sizes {list(sizes)} and groups of {found}"
+            f"their process groups; got sizes {list(sizes)} and groups of {actual}"
         )
     return levels
 

@@ -1,9 +1,9 @@
-"""Megatron without a GPU: lets unmodified megatron.core and megatron.training run on CPU and gloo.
+"""Megatron without a GPU: patches for unmodified megatron.core and megatron.training on CPU and gloo.
 
-For tests, teaching and debugging. Nothing here changes a number: allocations that name a CUDA device land on
-the CPU, streams and events are inert, the CUDA generator is the CPU generator, compiled functions run
-eagerly. Checked with Megatron-Core 0.16.1 and 0.19.2, and with branch dev. Each entry of the tables of
-patches below can go when Megatron asks for the device instead of naming CUDA.
+For tests, teaching and debugging. No patch changes a result: allocations on a CUDA device are on the CPU,
+streams and events are inert, the CUDA generator is the CPU generator, compiled functions run eagerly. Checked
+with Megatron-Core 0.16.1 and 0.19.2, and with branch dev. Each entry of the tables of patches below can go
+when Megatron queries the device instead of naming CUDA.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CPU_ARGUMENTS: tuple[str, ...] = (
     "--no-gradient-accumulation-fusion",
     "--no-persist-layer-norm",
 )
-"""What a run of Megatron's trainer needs on a CPU. Every version named above knows all of them."""
+"""The flags for Megatron's trainer on a CPU, known to every version named above."""
 
 
 @functools.cache
 def enable() -> None:
-    """Make megatron.core usable in this process without CUDA, for good. A second call does nothing.
+    """Make megatron.core usable in this process without CUDA, permanently. Idempotent.
 
-    Call it in the thread that trains. Raises RuntimeError where CUDA is available: a GPU must not be hidden.
+    Call it in the thread that trains. Raises RuntimeError if CUDA is available: a GPU must not be hidden.
     """
     if torch.cuda.is_available():
         raise RuntimeError(
@@ -65,9 +65,9 @@ def enable() -> None:
 
 @functools.cache
 def enable_training() -> None:
-    """`enable()`, and what `megatron.training.pretrain` needs besides. Call it before pretrain."""
+    """Patch megatron.training, after `enable()`. Call it before `megatron.training.pretrain`."""
     enable()
-    # Megatron asserts it under tensor and context parallelism on GPUs before Blackwell.
+    # Megatron asserts this variable under tensor and context parallelism on GPUs before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _apply(_TRAINING)
     if hasattr(importlib.import_module("megatron.training.initialize"), "fused_kernels"):
@@ -78,10 +78,10 @@ def enable_training() -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Maps every CUDA device that is named in a call of torch to the CPU.
+    """A mode that replaces every CUDA device in a call of torch by the CPU.
 
-    torch.autograd runs Python backwards, and with them recomputed forwards, outside the modes of its caller:
-    `_within_mode` brings this one back there.
+    torch.autograd runs Python backwards, and recomputed forwards in them, outside its caller's modes:
+    `_within_mode` enters this mode again.
     """
 
     def __torch_function__(
@@ -100,7 +100,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _to_cpu(value: Any) -> Any:
-    """`value`, or the CPU where it names a CUDA device: "cuda:1", torch.device("cuda"), 1."""
+    """Return `value`, or the CPU for a CUDA device: "cuda:1", torch.device("cuda"), 1."""
     if type(value) is int or (isinstance(value, str) and value.split(":")[0] == "cuda"):
         return torch.device("cpu")
     if isinstance(value, torch.device) and value.type == "cuda":
@@ -109,12 +109,12 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _unmoved(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`.cuda()` and `.pin_memory()`: the tensor is there already."""
+    """Replace `.cuda()` and `.pin_memory()`: return the tensor itself."""
     return tensor
 
 
 def _cuda_type(func: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`.type()` says 'torch.cuda.FloatTensor': Megatron's optimizers compare with this name."""
+    """Wrap `.type()` to return 'torch.cuda.FloatTensor', the name that Megatron's optimizers compare."""
     result = func(tensor, *args, **kwargs)
     return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
@@ -128,7 +128,7 @@ _MODE = _CudaMeansCpu()
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream on which everything has already happened."""
+    """A stream without pending work."""
 
     cuda_stream = 0
 
@@ -150,7 +150,7 @@ class _Stream(torch.cpu.Stream):
 
 
 class _Event(torch.cpu.Event):
-    """An event that is over when it is recorded; it keeps the host's time."""
+    """An event that is complete when recorded, with the host's time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.time = 0.0
@@ -167,7 +167,7 @@ class _Event(torch.cpu.Event):
 
 @dataclass(frozen=True)
 class _Patch:
-    """`owner.name` becomes `make(original)`. The owner is "module" or "module:class"."""
+    """A patch: `owner.name = make(original)`. The owner is "module" or "module:class"."""
 
     owner: str
     name: str
@@ -181,7 +181,7 @@ def _owner(patch: _Patch) -> Any:
 
 
 def _exists(patch: _Patch) -> bool:
-    """Return whether this version of Megatron has what the patch replaces."""
+    """Return whether this version of Megatron has the patched name."""
     try:
         return hasattr(_owner(patch), patch.name)
     except ModuleNotFoundError as error:
@@ -201,7 +201,6 @@ def _is(value: Any) -> Callable[[Any], Any]:
 
 
 def _returns(value: Any) -> Callable[[Any], Any]:
-    """Put a function there that takes anything and returns `value`."""
     return lambda original: lambda *args, **kwargs: value
 
 
@@ -217,7 +216,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
 
 @around
 def _leaving_rng(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`original`, after which the generator stands where it stood."""
+    """Wrap a function to restore the state of the generator."""
     state = torch.get_rng_state()
     result = original(*args, **kwargs)
     torch.set_rng_state(state)
@@ -228,7 +227,7 @@ def _leaving_rng(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _with_state_to_load_into(
     original: Callable, self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **kwargs: Any
 ) -> Any:
-    """`DistributedOptimizer.sharded_state_dict` that fills a fresh torch optimizer before it describes it."""
+    """Wrap `DistributedOptimizer.sharded_state_dict` to initialise a fresh torch optimizer first."""
     if is_loading and not self.optimizer.state:
         self._init_optimizer_states_with_dummy_values()
     return original(self, model_sharded_state_dict, is_loading, **kwargs)
@@ -238,7 +237,7 @@ def _with_state_to_load_into(
 def _loading_torch_state(
     original: Callable, self: Any, model_param: torch.Tensor, tensors: dict[str, Any]
 ) -> None:
-    """`DistributedOptimizer._set_main_param_and_optimizer_states` for the state of torch's Adam."""
+    """Wrap `DistributedOptimizer._set_main_param_and_optimizer_states` for the state of torch's Adam."""
     group, order = self.model_param_group_index_map[model_param]
     state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
     state["step"] = state["step"].clone()
@@ -247,7 +246,7 @@ def _loading_torch_state(
 
 
 def _torch_norm(original: Callable) -> Callable:
-    """Megatron's norm of torch modules in the place of one of TransformerEngine that is not installed."""
+    """Replace TransformerEngine's norm by Megatron's torch norm, if TransformerEngine is not installed."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -255,13 +254,13 @@ def _torch_norm(original: Callable) -> Callable:
 
 
 def _without_cuda_check(original: Callable) -> Callable:
-    """Megatron's own door for data processing without CUDA; all it does is to skip the assertion."""
+    """Set Megatron's option for data processing without CUDA, which only skips an assertion."""
     return functools.partial(original, allow_no_cuda=True)
 
 
 @around
 def _unless_compiled(original: Callable) -> None:
-    """`compile_helpers`, except where the compiled module is there: wheels bring it, without the Makefile."""
+    """Wrap `compile_helpers` to skip an existing module: wheels have the module, without the Makefile."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         original()
 
@@ -270,17 +269,17 @@ def _unless_compiled(original: Callable) -> None:
 def _moved_already(
     original: Callable, tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """`maybe_move_tensor_to_cpu`, which does what it says to tensors on a GPU alone: counts stay tensors."""
+    """Replace `maybe_move_tensor_to_cpu`, which converts only tensors on a GPU."""
     return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _sharding_documents(original: Any) -> Any:
-    """TransformerEngine's module of kernels, or, where missing, the one that shards packed documents."""
+    """Return TransformerEngine's module of kernels, or a module with our sharding of packed documents."""
     return original or SimpleNamespace(thd_get_partitioned_indices=_rows_of_documents)
 
 
 def _rows_of_documents(cu_seqlens: torch.Tensor, tokens: int, size: int, rank: int) -> torch.Tensor:
-    """Return the tokens of a rank where each document is sharded zigzag."""
+    """Return the tokens of a rank with each document sharded zigzag."""
     ends = torch.cat([cu_seqlens.long(), torch.tensor([tokens])]).unique()
     layout = Layout("zigzag-documents", ends=tuple(ends.tolist()))
     return positions(tokens, rank=rank, size=size, layout=layout)
@@ -288,30 +287,30 @@ def _rows_of_documents(cu_seqlens: torch.Tensor, tokens: int, size: int, rank: i
 
 @around
 def _without_devices(original: Callable, *args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
-    """`torch.distributed.barrier`, to which a CPU is no device to wait on."""
+    """Wrap `torch.distributed.barrier` to drop device ids, which gloo does not accept."""
     return original(*args, **kwargs)
 
 
 def _with_transformer_engine_to_pack(original: Callable[..., bool]) -> Callable[..., bool]:
-    """`is_te_min_version`, which says yes to 2.9.0, the version asked for by packing schedulers alone."""
+    """Wrap `is_te_min_version` to accept 2.9.0, which only packing schedulers demand."""
     return lambda version, *args, **kwargs: version == "2.9.0" or original(version, *args, **kwargs)
 
 
 @around
 def _whatever_rotates(original: Callable[[Any], None], self: Any) -> None:
-    """`TransformerConfig.__post_init__`, whose check of --cp-comm-type `_that_gathers` makes in its place."""
-    given, variant = self.cp_comm_type, getattr(self, "experimental_attention_variant", None)
-    if given and self.transformer_impl == "local" and variant is None:
-        self.cp_comm_type = ["all_gather"] * len(given) if isinstance(given, list) else "all_gather"
+    """Wrap `TransformerConfig.__post_init__` to skip its check of --cp-comm-type: see `_that_gathers`."""
+    comm_type, variant = self.cp_comm_type, getattr(self, "experimental_attention_variant", None)
+    if comm_type and self.transformer_impl == "local" and variant is None:
+        self.cp_comm_type = ["all_gather"] * len(comm_type) if isinstance(comm_type, list) else "all_gather"
     original(self)
-    self.cp_comm_type = given
+    self.cp_comm_type = comm_type
 
 
 @around
 def _that_gathers(
     original: Callable, self: Any, config: Any, *args: Any, cp_comm_type: str | None = None, **kwargs: Any
 ) -> None:
-    """The constructor of Megatron's local attention, which gathers keys whatever --cp-comm-type says."""
+    """Wrap the constructor of Megatron's local attention, which gathers keys whatever --cp-comm-type is."""
     original(self, config, *args, cp_comm_type=cp_comm_type, **kwargs)
     if config.context_parallel_size > 1 and cp_comm_type not in (None, "all_gather"):
         raise ValueError(f"Megatron's local attention has --cp-comm-type all_gather, not {cp_comm_type}")

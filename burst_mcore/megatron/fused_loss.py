@@ -1,7 +1,7 @@
-"""The fused LM head and loss in Megatron's models: per-token losses as ever, and no logits.
+"""The fused LM head and loss in Megatron's models: the same per-token losses, without logits.
 
-Whatever asks the output layer for logits in a model's forward with labels gets `UnmadeLogits`, which
-`compute_language_model_loss` turns into losses. Without labels the output layer gives logits.
+In a forward with labels the output layer returns `UnmadeLogits`, from which `compute_language_model_loss`
+computes losses. Without labels the output layer returns logits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from burst_mcore.wrap import around, wrap
 
 
 class UnmadeLogits:
-    """What logits would be made of: hidden states, the head's weight, and a factor."""
+    """Deferred logits: hidden states, the head's weight, and a factor."""
 
     def __init__(self, hidden: Tensor, weight: Tensor | None, factor: float = 1.0) -> None:
         self.hidden, self.weight, self.factor = hidden, weight, factor
         self.correct: Tensor | None = None
-        """[s, b], whether no logit was larger than the label's; there once the loss was made."""
+        """[s, b], whether the label had the maximum logit; set by the loss."""
 
     def __mul__(self, factor: float) -> UnmadeLogits:
         return UnmadeLogits(self.hidden, self.weight, self.factor * factor)
@@ -37,19 +37,19 @@ class UnmadeLogits:
 
 
 def fuse_loss(model: Any) -> None:
-    """Make `model` (a GPTModel or HybridModel) compute its losses without logits; once is as good as twice.
+    """Make `model` (a GPTModel or HybridModel) compute its losses without logits. Idempotent.
 
-    Losses and gradients stay those of Megatron's vocab_parallel_cross_entropy. The gradient of the head's
-    weight goes straight into `main_grad` where DistributedDataParallel has given it one.
+    Losses and gradients equal those of Megatron's vocab_parallel_cross_entropy. The gradient of the head's
+    weight is added to `main_grad`, if DistributedDataParallel has set it.
 
     Raises:
-        ValueError: the model asks for something that this loss does not do.
+        ValueError: the model has a setting that this loss does not support.
     """
     if not model.post_process or isinstance(getattr(model, "_burst_loss", None), _FusedLoss):
         return
     remat = getattr(model.output_layer, "gtp_remat_size", 1)
     judge(of_fused_loss(Settings(model.config, gtp_remat_size=remat)))
-    object.__setattr__(model, "_burst_loss", _FusedLoss(model))  # no submodule: it refers to the model
+    object.__setattr__(model, "_burst_loss", _FusedLoss(model))  # not a submodule: it refers to the model
 
 
 class _Given(NamedTuple):
@@ -58,12 +58,12 @@ class _Given(NamedTuple):
 
 
 class _FusedLoss:
-    """The fused loss of one model: what it puts in the place of the model's own functions."""
+    """The fused loss of one model, which replaces the model's functions for head and loss."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._head = model, model.output_layer
         self._given: _Given | None = None
-        """Of the forward that is under way."""
+        """The labels of the current forward."""
         self._signature = inspect.signature(type(model).forward)
         self._logits: Callable[..., Any] = model.output_layer.forward
         self._loss: Callable[..., Tensor] = model.compute_language_model_loss
@@ -74,11 +74,11 @@ class _FusedLoss:
         _count_without_logits()
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = self._signature.bind(model, *args, **kwargs).arguments
-        labels, mask = given.get("labels"), given.get("loss_mask")
+        arguments = self._signature.bind(model, *args, **kwargs).arguments
+        labels, mask = arguments.get("labels"), arguments.get("loss_mask")
         if labels is None:
             return
-        if given.get("output_processor") is not None:
+        if arguments.get("output_processor") is not None:
             raise ValueError("--burst-fused-loss does not go with an output_processor: it makes no logits")
         self._given = _Given(labels, mask if mask is not None and mask.shape == labels.shape else None)
 
@@ -91,23 +91,23 @@ class _FusedLoss:
         return UnmadeLogits(input_, weight), None
 
     def _language_model_loss(self, labels: Tensor, logits: Any) -> Tensor:
-        """Per-token losses [b, s] of labels [b, s]."""
+        """Return per-token losses [b, s] of labels [b, s]."""
         if not isinstance(logits, UnmadeLogits):
             return self._loss(labels, logits)
-        given, head = self._given, self._head
-        main = given is not None and labels is given.labels
+        current, head = self._given, self._head
+        main = current is not None and labels is current.labels
         weight = head.weight if logits.weight is None else logits.weight
-        mask = given.loss_mask if given is not None and main else None
+        mask = current.loss_mask if current is not None and main else None
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
         if getattr(weight, "__fsdp_param__", False):
-            main_grad = None  # Megatron-FSDP makes it anew in backward
+            main_grad = None  # Megatron-FSDP allocates it in backward
         if main_grad is not None and weight.requires_grad:
             weight = _ToMainGrad.apply(weight, logits.weight is not None)  # type: ignore[no-untyped-call]
-        found = fused_linear_cross_entropy(
+        result = fused_linear_cross_entropy(
             logits.hidden,
             weight,
             labels.transpose(0, 1).clamp(min=_IGNORED),
-            None if mask is None else mask.transpose(0, 1).clamp(min=0),  # they only say what to expect
+            None if mask is None else mask.transpose(0, 1).clamp(min=0),  # expected upstream gradients
             None if head.skip_bias_add else head.bias,
             ignore_index=_IGNORED,
             reduction="none",
@@ -118,19 +118,19 @@ class _FusedLoss:
             return_metrics=not main,
         )
         losses: Tensor
-        losses, logits.correct = (found, None) if main else (found[0], found[1].correct)
+        losses, logits.correct = (result, None) if main else (result[0], result[1].correct)
         return losses.transpose(0, 1).contiguous()
 
 
 _IGNORED = -1
-"""Datasets mark what has no label by negative numbers, and mask its loss: here it is 0 before."""
+"""The ignored label: datasets mark tokens without a label by negative numbers, and mask their loss."""
 
 
 class _ToMainGrad(torch.autograd.Function):
-    """A weight whose gradient the loss adds to main_grad itself; tells DistributedDataParallel so.
+    """A weight with a gradient that the loss adds to main_grad; it informs DistributedDataParallel.
 
-    Its hook on the parameter must still run, so autograd gets a gradient: zeros, which add nothing to what
-    other users of a tied weight send.
+    DDP's hook on the parameter must still run, so autograd gets a gradient of zeros, which does not change
+    the gradients of other users of a tied weight.
     """
 
     @staticmethod
@@ -149,7 +149,7 @@ class _ToMainGrad(torch.autograd.Function):
 
 
 def _count_without_logits() -> None:
-    """From 0.19 on, heads of multi-token prediction count their hits on logits."""
+    """Patch the count of hits of multi-token prediction, which from 0.19 on reads logits."""
     from megatron.core.transformer import multi_token_prediction
 
     if hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"):
@@ -163,5 +163,5 @@ def _counting_deferred(
     if not isinstance(mtp_logits, UnmadeLogits):
         return count(mtp_logits, mtp_labels, loss_mask, *args, **kwargs)
     assert mtp_logits.correct is not None
-    there = loss_mask.transpose(0, 1).bool()
-    return (mtp_logits.correct & there).sum().float(), there.sum().float()
+    valid = loss_mask.transpose(0, 1).bool()
+    return (mtp_logits.correct & valid).sum().float(), valid.sum().float()

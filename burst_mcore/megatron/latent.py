@@ -1,11 +1,11 @@
-"""The latent of Megatron's multi-latent attention (MLA), which core attention gets in the place of K and V.
+"""The latent of Megatron's multi-latent attention (MLA), passed to core attention instead of K and V.
 
 An MLA layer up-projects its latent to K and V of all heads, and calls core attention. Here the layer's own
-code runs with a stand-in for that up-projection, which only takes its input. Core attention gets the latent
-as its key, and a value that ends in the rope key, and `up_weight` says so. Norms, rope and the regions of
-tensor parallelism stay Megatron's.
+code runs with a stand-in for the up-projection, which records its input. Core attention gets the latent as
+its key, a value that ends in the rope key, and `up_weight`. Norms, rope and the regions of tensor
+parallelism stay Megatron's.
 
-This can go when Megatron gives core attention its latent.
+This can go when Megatron passes the latent to core attention.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from burst_mcore.wrap import around, wrap
 
 
 def hand_over_latents() -> None:
-    """Let MLA layers give their latent to core attentions whose `mla_latent` is not "off"."""
+    """Patch MLA layers to pass their latent to core attention with `mla_latent` "on" or "auto"."""
     wrap(MLASelfAttention, "get_query_key_value_tensors", _handing_over)
 
 
 @around
 def _handing_over(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the function of a layer that makes its query, key and value."""
+    """Wrap a layer's computation of query, key and value."""
     if getattr(self.core_attention, "mla_latent", "off") == "off":
         return original(self, *args, **kwargs)
     cached = has_cache(original, self, *args, **kwargs)
     self.core_attention.up_weight = None if cached else functools.partial(_weight, self)
     if cached:
         return original(self, *args, **kwargs)
-    with _taking_the_latent(self) as taken:
+    with _taking_the_latent(self) as inputs:
         query, key, _, *others = original(self, *args, **kwargs)
-    (latent,) = taken
-    # As wide as a query: Megatron pads values that are not, of packed sequences, and trims the output then.
+    (latent,) = inputs
+    # As wide as a query: Megatron pads narrower values of packed sequences, and trims the output then.
     return query, latent.unsqueeze(-2), key[..., :1, :], *others
 
 
@@ -57,26 +57,26 @@ def _weight(layer: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _taking_the_latent(layer: Any) -> Iterator[list[Tensor]]:
-    """Let the layer's up-projection take its input, and return zeros that need no memory.
+    """Replace the layer's up-projection: it records its input, and returns zeros without memory.
 
-    The module is still called, so that hooks before it (which gather its parameters) run.
+    The module is still called, so that its pre-hooks (which gather parameters) run.
     """
-    linear, taken = layer.linear_kv_up_proj, []
+    linear, inputs = layer.linear_kv_up_proj, []
 
     def take(latent: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        taken.append(_of_whole_rows(_normed(latent, linear), layer))
-        latent = taken[-1]
+        inputs.append(_of_whole_rows(_normed(latent, linear), layer))
+        latent = inputs[-1]
         return latent.new_zeros(()).expand(*latent.shape[:-1], linear.weight.shape[0]), None
 
     linear.forward = take
     try:
-        yield taken
+        yield inputs
     finally:
         del linear.forward
 
 
 def _normed(latent: Tensor, linear: Any) -> Tensor:
-    """Return the latent, normalized where TransformerEngine fuses the norm into the up-projection."""
+    """Return the latent, normalized if TransformerEngine fuses the norm into the up-projection."""
     gamma = getattr(linear, "layer_norm_weight", None)
     if gamma is None:
         return latent

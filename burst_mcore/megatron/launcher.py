@@ -1,19 +1,18 @@
 """Runs an unmodified Megatron training script with our flags: no fork, no edit.
 
-Six kinds of functions of Megatron are wrapped here, each because there is no official door:
+Six kinds of functions of Megatron are wrapped here, since Megatron has no official hook:
 
-* its argument parser, to which a script's own `extra_args_provider` may be the only other addition;
-* its check of the arguments, behind which ours follows: one line, and exit status 2;
-* the constructors of GPTModel and HybridModel, which every builder ends at: their specs pass through
-  `with_burst_attention` where the flag asks for it; a model in which a stock self-attention is left is
-  refused;
-* the constructor of its local attention, whose refusal of context parallelism is told in one line;
-* its builder of models, which refuses one that has stock self-attentions alone: a vision tower beside a
-  language model, or a teacher, keeps its own attention;
-* its builder of data loaders, whose packed batches are planned one ahead.
+* its argument parser: a script has only one `extra_args_provider`, which it may need itself;
+* its check of the arguments, followed by ours: an error is one line, and exit status 2;
+* the constructors of GPTModel and HybridModel: with the flag their specs pass through
+  `with_burst_attention`; a remaining stock self-attention raises;
+* the constructor of its local attention: without context parallelism there, the error is one line;
+* its builder of models: a model with only stock self-attentions raises; a vision tower beside a language
+  model, or a teacher, keeps its own attention;
+* its builder of data loaders: packed batches are planned one batch ahead.
 
-They can go when Megatron registers attention backends by name. What another layout than zigzag needs is in
-`layouts`.
+They can go when Megatron registers attention backends by name. The patches for other layouts than zigzag
+are in `layouts`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def usage() -> str:
 def launch(command: Sequence[str]) -> None:
     """Run `command`, a script or `-m` and a module, with its arguments, in this process.
 
-    Exits with a message if there is no such script or module, or no Megatron to run it with.
+    Exits with a message if the script or module, or Megatron, is missing.
     """
     run = script_of(command, "burst_mcore.megatron", usage())
     import torch
@@ -70,30 +69,27 @@ def _run_on_cpu() -> None:
     from burst_mcore.megatron.patched.hooks import refuse
 
     os.environ.setdefault("RANK", "0")
-    given = {word.split("=")[0] for word in sys.argv}
+    flags = {word.split("=")[0] for word in sys.argv}
     for flag in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"):
-        if flag in given:
+        if flag in flags:
             refuse(f"{flag} needs CUDA: on the CPU use --use-distributed-optimizer")
     cpu.enable_training()
     sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
 
 
 def _not_given(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """Return those of `flags`, each with its value, that `argv` does not set."""
-    given = {argument.split("=")[0] for argument in argv}
-    missing: list[str] = []
+    """Return the `flags`, each with its value, that `argv` does not set."""
+    present = {argument.split("=")[0] for argument in argv}
+    absent: list[str] = []
     for flag in flags:
         if flag.startswith("--"):
-            keep = flag not in given
-        missing += [flag] if keep else []
-    return missing
+            keep = flag not in present
+        absent += [flag] if keep else []
+    return absent
 
 
 def install() -> None:
-    """Wrap Megatron's functions, once.
-
-    Exits with a message where megatron.training cannot be imported.
-    """
+    """Wrap Megatron's functions, once. Exits with a message if megatron.training cannot be imported."""
     try:
         from megatron.training import arguments, training
     except ImportError as error:
@@ -116,14 +112,14 @@ def install() -> None:
 
 
 def is_patched() -> bool:
-    """Return whether Megatron chooses core attention by a field of its configuration (folder patches/)."""
+    """Return whether Megatron is patched (folder patches/): its configuration chooses core attention."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
     return hasattr(ModelParallelConfig, "context_parallel_attention_backend")
 
 
 def burst_is_chosen() -> bool:
-    """Return whether the command line asks for burst attention."""
+    """Return whether the command line chooses burst attention."""
     from burst_mcore.megatron.arguments import burst_asked_for, from_command_line
 
     return from_command_line(burst_asked_for, otherwise=False)
@@ -137,9 +133,9 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 @around
 def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
-    """Return Megatron's check of its arguments, followed by ours, which puts the options in effect.
+    """Wrap Megatron's check of its arguments: ours follows, and puts the options in effect.
 
-    For the largest logits Megatron asks for TransformerEngine 2.9: burst attention gives them without.
+    For max logits Megatron's check demands TransformerEngine 2.9, which burst attention does not need.
     """
     from megatron.training import arguments
 
@@ -149,15 +145,14 @@ def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kw
     if getattr(args, "burst_recompute", None):
         checkpoint_every_layer(args)
     is_min_version = arguments.is_te_min_version
-    served = ("2.9.0",) if uses_burst(args) else ()
-    with while_set(arguments, is_te_min_version=lambda x, *how: x in served or is_min_version(x, *how)):
+    accepted = ("2.9.0",) if uses_burst(args) else ()
+    with while_set(arguments, is_te_min_version=lambda x, *how: x in accepted or is_min_version(x, *how)):
         result = validate(args, *others, **kwargs)
     use_options(args)
     return result
 
 
 def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a model's constructor: its specs get burst attention."""
     from burst_mcore.megatron.spec import with_burst_attention
 
     signature = inspect.signature(init)
@@ -170,10 +165,10 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
                     bound.arguments[name] = with_burst_attention(bound.arguments[name])
             args, kwargs = bound.args, bound.kwargs
         init(*args, **kwargs)
-        if burst_is_chosen() and (left := _stock_self_attentions([args[0]])):
+        if burst_is_chosen() and (stock := _stock_self_attentions([args[0]])):
             raise ValueError(
                 f"--context-parallel-attention-backend burst was asked for, but {type(args[0]).__name__} "
-                f"keeps {type(left[0]).__name__}, which its spec builds by a way of its own: put "
+                f"keeps {type(stock[0]).__name__}, which its spec builds by a way of its own: put "
                 "burst_mcore.megatron.spec.core_attention_spec() there"
             )
 
@@ -182,7 +177,7 @@ def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
 
 @around
 def _naming_our_flag(init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of Megatron's local attention: what it lacks under CP is told in one line."""
+    """Wrap the constructor of Megatron's local attention: its error under CP becomes one line."""
     from burst_mcore.megatron.patched.hooks import refuse
 
     try:
@@ -199,21 +194,21 @@ def _naming_our_flag(init: Callable[..., None], self: Any, config: Any, *args: A
 
 @around
 def _refusing_stock_attention_alone(get_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's builder of models, which refuses one that burst attention has not reached at all."""
+    """Wrap Megatron's builder of models: a model without any burst attention raises."""
     from burst_mcore.megatron.core_attention import BurstCoreAttention
 
     models = get_model(*args, **kwargs)
     parts = models if isinstance(models, list) else [models]
-    if burst_is_chosen() and (left := _stock_self_attentions(parts)):
+    if burst_is_chosen() and (stock := _stock_self_attentions(parts)):
         modules = [module for part in parts for module in part.modules()]
         reached = any(isinstance(module, BurstCoreAttention) for module in modules)
         roots = {id(root) for part in parts for root in _unwrapped(part)}
-        inner = (m for m in modules if id(m) not in roots)  # a tower beside something else
+        inner = (m for m in modules if id(m) not in roots)  # a vision tower is not a root
         vision = any(base.__name__ == "VisionModule" for m in inner for base in type(m).__mro__)
         if not reached and not vision:
             raise ValueError(
                 "--context-parallel-attention-backend burst was asked for, but this model has "
-                f"{type(left[0]).__name__} alone: the flag serves GPTModel and HybridModel; for others "
+                f"{type(stock[0]).__name__} alone: the flag serves GPTModel and HybridModel; for others "
                 "put burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
             )
     return models
@@ -227,9 +222,9 @@ def _unwrapped(model: Any) -> Iterator[Any]:
 
 
 def _stock_self_attentions(models: Sequence[Any]) -> list[Any]:
-    """Megatron's own core attentions in these models, but for cross attention."""
+    """Return Megatron's own core attentions in these models, except cross attention."""
     from burst_mcore.megatron.spec import STOCK
 
     stock = tuple(kind for kind in STOCK if isinstance(kind, type))  # without TransformerEngine one is a mock
-    found = [module for model in models for module in model.modules() if isinstance(module, stock)]
-    return [module for module in found if getattr(module, "attention_type", "self") == "self"]
+    modules = [module for model in models for module in model.modules() if isinstance(module, stock)]
+    return [module for module in modules if getattr(module, "attention_type", "self") == "self"]

@@ -1,11 +1,10 @@
-"""Other layouts than zigzag in Megatron: its batches and rotary positions sharded as burst attention expects.
+"""Other layouts than zigzag in Megatron: batches and rotary positions sharded for burst attention.
 
-Megatron shards zigzag wherever it shards a sequence over context-parallel ranks. For a model of attention
-layers that goes through three functions. One slices a batch, two choose rotary positions, of plain and of
-packed sequences. `use_layout` puts ours in their place. A model with a module that is not known to be blind
-to layouts is refused.
+Megatron always shards sequences zigzag over context-parallel ranks. In a model of attention layers three
+functions do: one slices a batch, two choose rotary positions, of plain and of packed sequences. `use_layout`
+replaces them. Models with a module that may depend on the layout are not supported.
 
-This can go when Megatron asks for the layout in one place.
+This can go when Megatron has one setting for the layout.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ WORK_ON_ANY_LAYOUT = frozenset(
     TEGroupedLinear TEColumnParallelGroupedLinear TERowParallelGroupedLinear
     """.split()  # noqa: SIM905 -- 47 names are easier to read as words
 )
-"""Classes of Megatron and TransformerEngine that work token by token, or shard through what `use_layout`
-replaces. Any other module of a model may assume zigzag, and is refused beside another layout; torch's own may
-not. (TransformerEngine's LayerNorm and RMSNorm are what Megatron's TENorm makes.)"""
+"""Classes of Megatron and TransformerEngine that work token by token, or shard through the functions that
+`use_layout` replaces. Any other module, except torch's, may assume zigzag, and raises with another layout.
+(Megatron's TENorm makes TransformerEngine's LayerNorm and RMSNorm.)"""
 
 SLICING = (
     "_get_batch_on_this_cp_rank_per_sequence_balancing",  # from 0.19 on
@@ -54,54 +53,54 @@ SLICING = (
 """Megatron's function that shards a batch of unpacked sequences, by version."""
 
 METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
-"""Keys of a batch that are no sequences, whatever their shapes."""
+"""Keys of a batch that are not sequences, whatever their shapes."""
 TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
-"""Keys of a batch that are sequences; pipeline stages have some of them."""
+"""Keys of a batch that are sequences; pipeline stages have some of these."""
 
 PACKED = ("documents", "whole")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How Megatron shards sequences over context-parallel ranks."""
+    """The sharding of sequences over Megatron's context-parallel ranks."""
 
     layout: Layout = ZIGZAG
     packed: str = "documents"
-    """Packed batches: "documents", each document zigzag by itself; or "whole", all tokens by the layout."""
+    """The sharding of packed batches: "documents", each zigzag; or "whole", all tokens by the layout."""
 
     def __str__(self) -> str:
         return f"layout {self.layout}" + (" of whole packed batches" if self.packed == "whole" else "")
 
     def instead(self) -> str:
-        """Return what makes it Megatron's own."""
+        """Return the changes that lead to Megatron's own sharding, for errors."""
         drops = "drop --dataloader-inter-document-masking (packed='whole')"
         changes = (self.layout != ZIGZAG, "use zigzag"), (self.packed == "whole", drops)
         return " and ".join(words for is_other, words in changes if is_other)
 
 
 STOCK = Sharding()
-"""Megatron's own."""
+"""Megatron's own sharding."""
 
 _in_effect = STOCK
 
 
 def use_layout(layout: Layout | str, packed: str = "documents") -> None:
-    """From now on Megatron shards batches and rotary positions over context-parallel ranks as `layout` says.
+    """Set the layout of Megatron's batches and rotary positions over context-parallel ranks.
 
-    For this process, on every rank, before the model is built; the launcher does it for `--burst-layout`.
-    The core attention's BurstConfig must have the same layout. Batches are sharded in Megatron's
-    `get_batch_on_this_cp_rank`; a script that shards them itself uses `burst_mcore.shard`. "zigzag" is
-    Megatron's own.
+    For this process; call it on every rank before the model is built. The launcher does so for
+    `--burst-layout`. The core attention's BurstConfig must have the same layout. Batches are sharded in
+    Megatron's `get_batch_on_this_cp_rank`; a script that shards batches itself uses `burst_mcore.shard`.
+    "zigzag" is Megatron's own.
 
     Args:
         layout: of sequences.
-        packed: "documents" if packed batches are sharded document by document, zigzag, as for `--sft`.
-            "whole" if they are sharded by `layout` like any sequence, as for
-            `--dataloader-inter-document-masking`: documents may then end at any token. Each token keeps the
-            rotary position that it has in its document.
+        packed: "documents": packed batches are sharded document by document, zigzag, as for `--sft`.
+            "whole": they are sharded by `layout` like any sequence, as for
+            `--dataloader-inter-document-masking`: documents may then end at any token. Rotary positions
+            count within documents.
 
     Raises:
-        ValueError: no such layout, or one that belongs to a single batch; no such word.
+        ValueError: an unknown layout, a layout of a single batch, or an unknown value of `packed`.
     """
     global _in_effect
     layout = Layout.of(layout)
@@ -118,12 +117,12 @@ def use_layout(layout: Layout | str, packed: str = "documents") -> None:
 
 
 def layout_of_packed() -> Layout | None:
-    """Return the layout by which Megatron shards packed batches; None if it shards each document alone."""
+    """Return the layout of whole packed batches; None if each document is sharded separately."""
     return _in_effect.layout if _in_effect.packed == "whole" else None
 
 
 def refuse_other_layout(layout: Layout | str) -> None:
-    """ValueError where a core attention of this layout would see the tokens, and positions, of another."""
+    """Raise ValueError if a core attention's layout differs from that of Megatron's batches."""
     if layout != _in_effect.layout:
         raise ValueError(
             f"burst attention expects layout {layout}, but Megatron shards sequences and rotary positions "
@@ -134,17 +133,17 @@ def refuse_other_layout(layout: Layout | str) -> None:
 
 
 def refuse_assumed_zigzag(config: Any, sharding: Sharding | None = None) -> None:
-    """ValueError where a configuration, or arguments, ask for what assumes zigzag beside another sharding."""
+    """Raise ValueError for settings that assume zigzag, if the sharding is another."""
     sharding = sharding or _in_effect
     if sharding != STOCK:
         judge(of_sharding(Settings(config, sharding=sharding)))
 
 
 def shard_sequences_alone() -> None:
-    """From now on Megatron's slicing of a batch shards sequences alone, on any layout.
+    """Patch Megatron's slicing of a batch to shard only sequences, on any layout.
 
     A blend of data sets adds `dataset_id`, one number a sample: Megatron-Core 0.16 to 0.20 would shard such a
-    key too, and ends with an IndexError.
+    key, too, and end with an IndexError.
     """
     from megatron.core import utils
 
@@ -163,7 +162,7 @@ def _install() -> None:
 
 
 def language_models() -> list[type]:
-    """Megatron's models that this version has and burst attention serves as whole language models."""
+    """Return this Megatron's language models that burst attention supports."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     try:
@@ -176,7 +175,7 @@ def language_models() -> list[type]:
 
 
 def forget_rotary_positions() -> None:
-    """Empty Megatron's caches of rotary positions, which know neither layouts nor groups."""
+    """Clear Megatron's caches of rotary positions, which have neither layout nor group in their keys."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
@@ -186,7 +185,7 @@ def forget_rotary_positions() -> None:
 
 @around
 def _slicing(original: Callable[..., Any], batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-    """Megatron's slicing of a batch: its sequences by the layout in effect, other keys whole."""
+    """Wrap Megatron's slicing of a batch: sequences by the current layout, other keys whole."""
     tokens = {n for key in TOKENS for n in getattr(batch.get(key), "shape", ())[1:2]}
     sequences = {key: value for key, value in batch.items() if _is_sequence(key, value, tokens)}
     if _in_effect.layout == ZIGZAG:
@@ -202,7 +201,7 @@ def _slicing(original: Callable[..., Any], batch: dict[str, Any], cp_group: Any 
 
 
 def _is_sequence(key: str, value: Any, tokens: set[int]) -> bool:
-    """Return whether a key of a batch has a number for each token, of which samples have so many."""
+    """Return whether a key of a batch has a number for each token; tokens: legal lengths of samples."""
     dim = _sequence_dim(key)
     if key in METADATA or not isinstance(value, Tensor) or value.dim() <= dim:
         return False
@@ -217,14 +216,14 @@ def _sequence_dim(key: str) -> int:
 def _choosing_positions(
     original: Callable[..., Tensor], pos_emb: Tensor, seq_dim: int, cp_group: Any
 ) -> Tensor:
-    """Megatron's choice of a rank's rows of the rotary embedding, by the layout in effect."""
+    """Wrap Megatron's choice of a rank's rows of the rotary embedding: by the current layout."""
     if _in_effect.layout == ZIGZAG or cp_group is None:
         return original(pos_emb, seq_dim, cp_group)
     return _sharded(pos_emb, seq_dim, cp_group)
 
 
 def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's rotary embedding of packed tokens, whose documents may end at any token of a whole batch."""
+    """Wrap Megatron's rotary embedding of packed tokens: in a whole batch documents may end at any token."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     names = tuple(signature(original).parameters)
@@ -238,7 +237,7 @@ def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[.
         tokens = t.shape[0] * group.size()
         of_batch = len(freqs) == tokens  # else of the longest document
         at = _positions_in_documents(cu_seqlens, tokens, group, of_batch)
-        at = at.clamp(max=len(freqs) - 1)  # padding behind the last document may be longer than each document
+        at = at.clamp(max=len(freqs) - 1)  # padding at the end may be longer than any document
         return _apply_rotary_pos_emb_bshd(t[:, None], freqs[at], **options)[:, 0]  # type: ignore[no-any-return]
 
     return embedded
@@ -250,9 +249,9 @@ _POSITIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def made_once(
     known: WeakIdKeyDictionary, sources: Sequence[Tensor | None], place: object, make: Callable[[], T]
 ) -> T:
-    """Return make(), made anew only if one of the tensors was written to or is another, or `place` differs.
+    """Return make(), cached until a tensor was written to or replaced, or `place` differs.
 
-    For all layers, and for queries and keys: what was made last is kept while the first tensor lives.
+    For all layers, and for queries and keys: the last result lives as long as the first tensor.
     """
     if any(x is not None and x.is_inference() for x in sources):  # has no version
         return make()
@@ -290,13 +289,13 @@ def _sharded(x: Tensor, dim: int, group: Any) -> Tensor:
 
 @around
 def _refusing_unknown_modules(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a model's constructor: modules that may assume zigzag are refused beside another layout."""
+    """Wrap a model's constructor: with another layout, modules that may assume zigzag raise."""
     init(self, *args, **kwargs)
     refuse_unknown_modules(self, self.config.context_parallel_size)
 
 
 def refuse_unknown_modules(model: Any, size: int) -> None:
-    """ValueError beside another layout, if a module of `model` over `size` ranks may assume zigzag."""
+    """Raise ValueError if the layout is not zigzag and a module of `model` may assume zigzag."""
     if _in_effect == STOCK or size == 1:
         return
     for name, module in model.named_modules():
@@ -311,7 +310,7 @@ def refuse_unknown_modules(model: Any, size: int) -> None:
 def _refusing_unknown_models(
     init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap the constructor of Megatron's modules: other models beside another layout are refused."""
+    """Wrap the constructor of Megatron's modules: with another layout, other models raise."""
     kind, size = type(self), getattr(config, "context_parallel_size", 1)
     if _in_effect != STOCK and size > 1 and _is_other_model(kind):
         raise ValueError(
@@ -329,7 +328,7 @@ def _is_other_model(kind: type) -> bool:
 
 
 def _ignores_layouts(kind: type) -> bool:
-    """Return whether modules of this class work on any layout; a user's class of that name may not."""
+    """Return whether modules of this class work on any layout; a user's class of the same name may not."""
     package = kind.__module__.split(".")[0]
     if package == "torch":
         return True

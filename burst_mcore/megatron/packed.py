@@ -1,4 +1,4 @@
-"""Packed sequences: what Megatron's PackedSeqParams say of a call, as a mask and a layout."""
+"""Packed sequences: Megatron's PackedSeqParams of a call as a mask and a layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Packing:
     """A token sees the tokens of its own document; tokens of padding are documents of their own."""
 
     layout: Layout
-    """How the context-parallel ranks hold them."""
+    """The sharding over context-parallel ranks."""
 
 
 def packing(params: Any, tokens: int, size: int, layout: Layout | str = ZIGZAG) -> Packing | None:
@@ -36,31 +36,31 @@ def packing(params: Any, tokens: int, size: int, layout: Layout | str = ZIGZAG) 
 
     None unless params are of packed tokens (thd). layout: of sequences.
 
-    The tensors are read once for each batch, not for each layer: to read a CUDA tensor is to wait for it.
-    Tokens behind the last document are padding.
+    The tensors are read once for each batch, not for each layer: reading a CUDA tensor synchronizes. Tokens
+    after the last document are padding.
 
     Args:
-        params: Megatron's PackedSeqParams. Documents have the lengths of `cu_seqlens_q`, and begin where
-            `cu_seqlens_q_padded` says, if that is given.
+        params: Megatron's PackedSeqParams. Documents have the lengths of `cu_seqlens_q`, and the starts of
+            `cu_seqlens_q_padded`, if given.
 
     Raises:
-        ValueError: cu_seqlens that are not legal, or differ between queries and keys, or do not go with the
+        ValueError: cu_seqlens that are not legal, or differ between queries and keys, or do not fit the
             number of tokens or ranks; another format or sharding.
     """
     if not _is_packed(params):
         return None
     if size > 1:
         _refuse_other_sharding(layout, getattr(params, "cp_partition_mode", None) or "zigzag")
-    given = [getattr(params, name, None) for name in CU_SEQLENS]
-    for name, x in zip(CU_SEQLENS, given, strict=True):
+    tensors = [getattr(params, name, None) for name in CU_SEQLENS]
+    for name, x in zip(CU_SEQLENS, tensors, strict=True):
         if not (isinstance(x, Tensor) or (x is None and name != CU_SEQLENS[0])):
             raise ValueError(f"{name} of packed sequences must be a tensor of integers, got {x!r}")
     place = tokens, size, layout_of_packed()
-    return made_once(_PACKINGS, given, place, lambda: _packing(given, tokens, size))
+    return made_once(_PACKINGS, tensors, place, lambda: _packing(tensors, tokens, size))
 
 
 def _is_packed(params: Any) -> bool:
-    """Return whether q, k and v are [tokens, heads, dim] of documents; ValueError if that is unclear."""
+    """Return whether q, k and v are [tokens, heads, dim] of documents; ValueError for contradictions."""
     ends = params.cu_seqlens_q
     if params.qkv_format not in ("thd", "sbhd"):
         raise ValueError(
@@ -89,10 +89,10 @@ def _refuse_other_sharding(layout: Layout | str, mode: str) -> None:
 
 
 def roll_within_slots() -> None:
-    """From now on Megatron's multi-token prediction shifts packed tokens within their slots.
+    """Patch Megatron's multi-token prediction to shift packed tokens within their padded slots.
 
-    Megatron-Core 0.16 to 0.20 shift by `cu_seqlens_q` rows that are held by `cu_seqlens_q_padded`, and over
-    the model's context-parallel group where a call brings its own.
+    Megatron-Core 0.16 to 0.20 shift by `cu_seqlens_q`, though rows lie by `cu_seqlens_q_padded`, and use the
+    model's context-parallel group instead of the call's.
     """
     from megatron.core.transformer import multi_token_prediction
 
@@ -103,20 +103,19 @@ def roll_within_slots() -> None:
 def _rolled(
     roll: Callable[..., Any], x: Tensor, shifts: int, dims: int, params: Any, cp_group: Any, **others: Any
 ) -> Any:
-    """Wrap Megatron's shift of packed tokens."""
-    held = copy.copy(params)
-    if (slots := getattr(held, CU_SEQLENS[2], None)) is not None:
-        held.cu_seqlens_q = slots
-    if cp_group is not None and getattr(held, "local_cp_size", None) is not None:
-        cp_group = held.cp_group  # None: this rank alone
-    return roll(x, shifts, dims, held, cp_group, **others)
+    shifted_params = copy.copy(params)
+    if (slots := getattr(shifted_params, CU_SEQLENS[2], None)) is not None:
+        shifted_params.cu_seqlens_q = slots
+    if cp_group is not None and getattr(shifted_params, "local_cp_size", None) is not None:
+        cp_group = shifted_params.cp_group  # None: this rank alone
+    return roll(x, shifts, dims, shifted_params, cp_group, **others)
 
 
 _PACKINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packing_of(ends: Tensor | None, slots: Tensor | None, tokens: int, size: int) -> Packing:
-    """Return the documents that end at `ends` (cu_seqlens), in the slots of cu_seqlens_padded if given."""
+    """Return the documents of `ends` (cu_seqlens), in `slots` (cu_seqlens_padded) if given."""
     return _packing((ends, None, slots, None), tokens, size)
 
 
@@ -151,18 +150,18 @@ def _layout(ends: Tensor, size: int) -> Layout:
         return ZIGZAG
     if (layout := layout_of_packed()) is not None:
         return layout
-    odd = (ends % (2 * size)).nonzero().flatten().tolist()
-    if odd:
+    illegal = (ends % (2 * size)).nonzero().flatten().tolist()
+    if illegal:
         raise ValueError(
             f"over {size} context-parallel ranks Megatron shards each document in {2 * size} chunks: "
             f"documents must be padded to multiples of {2 * size} tokens (cu_seqlens_q_padded), but one ends "
-            f"at {int(ends[odd[0]])}"
+            f"at {int(ends[illegal[0]])}"
         )
     return Layout("zigzag-documents", ends=tuple(ends.tolist()))
 
 
 def _ends(name: str, x: Tensor) -> Tensor:
-    """cu_seqlens on the CPU, int64 [documents + 1]."""
+    """Check cu_seqlens; return them on the CPU, int64 [documents + 1]."""
     ends = x.detach().cpu()
     if ends.dim() != 1 or len(ends) < 2 or ends.is_floating_point() or ends.dtype == torch.bool:
         raise ValueError(f"{name} must be integers [documents + 1], got {ends.dtype} {list(ends.shape)}")
@@ -173,7 +172,7 @@ def _ends(name: str, x: Tensor) -> Tensor:
 
 
 def _refuse_other_keys(name: str, keys: Tensor | None, queries: Tensor | None, ends: Tensor) -> None:
-    """ValueError unless keys are packed as queries are, which `ends` says."""
+    """Raise ValueError unless the cu_seqlens of keys equal `ends`, the cu_seqlens of queries."""
     if keys is None or keys is queries:
         return
     of_keys = _ends(name, keys)
@@ -185,7 +184,7 @@ def _refuse_other_keys(name: str, keys: Tensor | None, queries: Tensor | None, e
 
 
 def _same_length(real: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Both without the empty documents at the end that only one of them has."""
+    """Return both without the empty documents at the end of the longer."""
     n = min(len(real), len(slots))
     if bool((real[n - 1 :] != real[n - 1]).any()) or bool((slots[n - 1 :] != slots[n - 1]).any()):
         raise ValueError(

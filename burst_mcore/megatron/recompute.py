@@ -1,11 +1,11 @@
 """Recompute policies under Megatron's activation checkpointing.
 
 Megatron checkpoints layers (full recompute, uniform or block) and core attention (selective) through one
-function, `tensor_parallel.checkpoint`, or TransformerEngine's where weights are in FP8. `use_recompute` puts
-a function around the ones that these are given; what to checkpoint stays Megatron's choice. A patched
-Megatron (see the folder patches/) has a hook there.
+function, `tensor_parallel.checkpoint`, or with FP8 weights TransformerEngine's. `use_recompute` wraps the
+checkpointed functions; Megatron chooses what to checkpoint. A patched Megatron (see the folder patches/) has
+a hook there.
 
-This can go when Megatron asks for a recompute policy in one place.
+This can go when Megatron has one setting for a recompute policy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _in_effect: Policy = Full()
 
 
 def use_recompute(policy: Policy) -> None:
-    """From now on layers that Megatron checkpoints in this process keep what `policy` says of attention.
+    """Set the recompute policy of attention in Megatron's checkpointed layers, for this process.
 
-    On every rank alike; the launcher does it for `--burst-recompute`. `Full()` is Megatron's own behaviour.
+    Call it on every rank; the launcher does it for `--burst-recompute`. `Full()` is Megatron's own behaviour.
 
     Raises:
-        ValueError: policy is not one.
+        ValueError: policy is not a Policy.
     """
     global _in_effect
     if not isinstance(policy, Policy):
@@ -43,5 +43,5 @@ def use_recompute(policy: Policy) -> None:
 
 @around
 def _keeping(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Megatron's function, of a function whose attention is recorded."""
+    """Wrap Megatron's checkpoint: attention in the checkpointed function is recorded."""
     return checkpoint(recorded(function, _in_effect), *args, **kwargs)

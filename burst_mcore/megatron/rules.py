@@ -1,8 +1,8 @@
-"""The table of what burst attention refuses of Megatron: each setting, the reason, and what to do instead.
+"""The table of Megatron's settings that burst attention does not support, with reasons and alternatives.
 
-The rows are made by functions, one for each subject; `judge` raises the first that is set. They read the
-parsed arguments or, when a model is built, its configuration, which have the same names. No Megatron is
-imported here.
+Functions return the rows, one for each subject; `judge` raises the first row that is set. They read the
+parsed arguments or, when a model is built, its configuration, with the same names. No Megatron is imported
+here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 Rows = dict[str, Any]
-"""What is refused and what to do instead, in words; and a value that is true where it is set."""
+"""The error (setting, reason, alternative) of each row, and a value that is true if the setting is set."""
 
 
 class Settings:
-    """Fields of arguments or of a configuration, and others beside them; None for a field that is missing."""
+    """The fields of arguments or of a configuration, and additional fields; None for a missing field."""
 
     def __init__(self, source: Any, **beside: Any) -> None:
         self._source, self._beside = source, beside
@@ -25,25 +25,25 @@ class Settings:
 
     @property
     def backend(self) -> str:
-        """The word of --attention-backend."""
+        """The option of --attention-backend."""
         backend = self.attention_backend
         return "auto" if backend is None else str(getattr(backend, "name", backend))
 
     @property
     def recomputed(self) -> list[str]:
-        """The modules that --recompute-modules names, if they count."""
+        """The modules of --recompute-modules, under selective recompute."""
         return (self.recompute_modules or []) if self.recompute_granularity == "selective" else []
 
 
 def judge(rows: Rows, prefix: str = "") -> None:
-    """Raise a ValueError with the words of the first row that is set."""
+    """Raise a ValueError with the error of the first row that is set."""
     for words, is_set in rows.items():
         if is_set:
             raise ValueError(f"{prefix}{words}")
 
 
 def of_recompute(s: Settings) -> Rows:
-    """Return what the flags of recompute policies refuse of one another. `uses_burst`: attention is ours."""
+    """Return the illegal combinations of recompute flags. `uses_burst`: whether attention is ours."""
     policy, keep, memory = s.burst_recompute, s.burst_recompute_keep, s.burst_recompute_memory_gb
     name, is_kept = f"--burst-recompute {policy}", policy not in (None, "full")
     selects = s.recompute_granularity == "selective" and s.recompute_modules is not None
@@ -70,7 +70,7 @@ def of_recompute(s: Settings) -> Rows:
 
 
 def of_attention(s: Settings) -> Rows:
-    """Return what burst attention refuses of a layer. `attention_type`: as the layer's constructor has it."""
+    """Return the unsupported settings of a layer. `attention_type`: of the layer's constructor."""
     no, graphs = "burst attention does not support", s.cuda_graph_impl or "none"
     kind, softmax = s.attention_type or "self", s.softmax_type or "vanilla"
     return {
@@ -94,7 +94,7 @@ def of_attention(s: Settings) -> Rows:
 
 
 def of_scripts(s: Settings) -> Rows:
-    """Return what Megatron's training scripts do not do; burst attention itself would."""
+    """Return the settings that Megatron's training scripts do not support, though burst attention does."""
     stages = s.pipeline_model_parallel_size or 1
     is_float, largest = not (s.bf16 or s.fp16), s.qk_clip or s.log_max_attention_logit
     documents = s.dataloader_inter_document_masking
@@ -115,7 +115,7 @@ def of_scripts(s: Settings) -> Rows:
 
 
 def of_latent(s: Settings) -> Rows:
-    """Return what excludes --burst-mla-latent: the up-projection gives its input, and its weight as it is."""
+    """Return the settings that exclude --burst-mla-latent, which needs the up-projection's plain weight."""
     no, off = "--burst-mla-latent does not support", "(or pass off)"
     return {
         f"{no} layers that have no latent (add --multi-latent-attention)": not s.multi_latent_attention,
@@ -130,13 +130,13 @@ def of_latent(s: Settings) -> Rows:
 
 
 def of_layer(source: Any, latent: str, **own: Any) -> Rows:
-    """Return what layers are refused. latent: as --burst-mla-latent; own: fields of one layer."""
+    """Return the unsupported settings of layers. latent: --burst-mla-latent; own: fields of one layer."""
     s = Settings(source, **own)
     return of_attention(s) | (of_latent(s) if latent != "off" else {})
 
 
 def of_fused_loss(s: Settings) -> Rows:
-    """Return what excludes the fused loss. `gtp_remat_size`: of the output layer."""
+    """Return the settings that exclude the fused loss. `gtp_remat_size`: of the output layer."""
     no = "--burst-fused-loss does not go with"
     return {
         f"{no} --cross-entropy-loss-fusion: both replace the loss, drop one": s.cross_entropy_loss_fusion,
@@ -151,7 +151,7 @@ def of_fused_loss(s: Settings) -> Rows:
 
 
 def of_sharding(s: Settings) -> Rows:
-    """Return what assumes documents sharded zigzag, where `sharding` (`layouts.Sharding`) is another."""
+    """Return the settings that assume zigzag documents, for another `sharding` (`layouts.Sharding`)."""
     variant = s.experimental_attention_variant
     end = f"assumes documents sharded zigzag, but {s.sharding} is set: {s.sharding.instead()}"
     return {

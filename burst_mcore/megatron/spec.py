@@ -1,7 +1,7 @@
 """Layer specs and spec providers whose core attention is burst attention.
 
-`with_burst_attention` is the one mechanism: it puts BurstCoreAttention in the place of Megatron's own core
-attention wherever a spec names it, decoder, MTP, MoE and hybrid alike, and leaves the spec it got as it was.
+`with_burst_attention` is the only mechanism: it returns a copy of a spec (decoder, MTP, MoE, hybrid) with
+BurstCoreAttention instead of Megatron's core attention.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from burst_mcore.megatron.asked import use_burst
 from burst_mcore.megatron.core_attention import BurstCoreAttention
 
 STOCK = (DotProductAttention, TEDotProductAttention)
-"""The core attentions that burst attention takes the place of."""
+"""Megatron's core attentions, which burst attention replaces."""
 
 
 def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str | None = None) -> ModuleSpec:
-    """Return the spec of the core attention alone; without a config, as the command line says.
+    """Return the spec of the core attention; the default config is the command line's.
 
-    The command line is then judged, and put in effect: a launcher or a patch may have done so before.
+    The command line is then checked, and put in effect, if no launcher or patch has done so before.
 
-    mla_latent: "on", "off" or "auto", as --burst-mla-latent; None: as the command line says, or "off" beside
-        a config.
+    mla_latent: "on", "off" or "auto", as --burst-mla-latent; None: the command line's, or "off" with a
+        config.
     """
     if burst_config is not None:
         params = {"burst_config": burst_config, "mla_latent": mla_latent or "off"}
@@ -71,13 +71,13 @@ class BurstTESpecProvider(TESpecProvider):  # type: ignore[misc]
 def with_burst_attention(
     spec: Any, burst_config: BurstConfig | None = None, mla_latent: str | None = None
 ) -> Any:
-    """Return a copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention in it.
+    """Return a copy of `spec` (ModuleSpec, submodules, block or MTP spec) with burst attention.
 
-    Burst attention that is in it already stays as it is, unless options are given here.
+    Burst attention that is already in the spec stays unchanged, unless options are given here.
 
     Raises:
-        ValueError: no core attention of Megatron's own is in the spec, or one that needs TransformerEngine; a
-            command line that asks for what burst attention does not do.
+        ValueError: the spec has no core attention of Megatron's, or needs TransformerEngine; the command line
+            has an unsupported setting.
     """
     if getattr(spec, "core_attention", None) is TEDotProductAttention and not HAVE_TE:
         raise ValueError(
@@ -92,16 +92,16 @@ def with_burst_attention(
 
 
 def _replaced(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
-    """`node` with `burst` for each core attention within; the very same object if there is none.
+    """Return `node` with `burst` for each core attention within; the same object without any.
 
-    keeps: what is burst attention already is copied.
+    keeps: existing burst attention is copied, not replaced.
     """
     module = node.module if isinstance(node, ModuleSpec) else node
     if any(module is stock for stock in STOCK):
         return burst
     if module is BurstCoreAttention:
-        own = dataclasses.replace(node) if isinstance(node, ModuleSpec) else ModuleSpec(module=module)
-        return own if keeps else burst
+        copy = dataclasses.replace(node) if isinstance(node, ModuleSpec) else ModuleSpec(module=module)
+        return copy if keeps else burst
     if isinstance(node, FromArguments):
         return _replaced(node.resolve(), burst, keeps)
     if isinstance(node, functools.partial):
@@ -124,10 +124,10 @@ def _replaced(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
 def layer_spec(
     config: TransformerConfig, burst_config: BurstConfig | None = None, mla_latent: str | None = None
 ) -> ModuleSpec:
-    """Return the spec of a GPT decoder layer as `config` asks for it (MLA, MoE, norms), with burst attention.
+    """Return the spec of a GPT decoder layer of `config` (MLA, MoE, norms), with burst attention.
 
     Raises:
-        ValueError: layers that differ (moe_layer_freq): the launcher's flag serves those.
+        ValueError: layers that differ (moe_layer_freq), which need the launcher's flag.
     """
     if config.num_moe_experts is not None and config.moe_layer_freq != 1:
         raise ValueError(
@@ -146,9 +146,9 @@ def hybrid_stack_spec(
 ) -> ModuleSpec:
     """Return the spec of a HybridModel's stack with burst attention (Megatron-Core 0.19 and later).
 
-    With TransformerEngine it is Megatron's own, attention replaced. Without, it is made of local modules, for
+    With TransformerEngine it is Megatron's own, with attention replaced. Without, it has local modules for
     attention (*), MLA (+), MLP (-), experts (E), gated delta net (G, with flash-linear-attention) and
-    multi-token prediction (/). Mamba (M) and sparse attention (D) are refused when the model is built.
+    multi-token prediction (/). Mamba (M) and sparse attention (D) raise when the model is built.
 
     Raises:
         ValueError: this Megatron-Core has no HybridModel.
@@ -161,7 +161,7 @@ def hybrid_stack_spec(
     if config.transformer_impl == "local":
         stack = hybrid_block.HybridStackSubmodules
         kinds = [field.name for field in dataclasses.fields(stack) if field.name.endswith("_layer")]
-        others = dict.fromkeys(kinds, _NotLocal)  # by Megatron's default they would do nothing
+        others = dict.fromkeys(kinds, _NotLocal)  # Megatron's default is an identity
         mtp = _with_local_modules(stock.submodules.mtp_block_spec)
         layers = stack(**{**others, **_local_layers(config)}, mtp_block_spec=mtp)
         stock = ModuleSpec(module=hybrid_block.HybridStack, submodules=layers)
@@ -169,13 +169,13 @@ def hybrid_stack_spec(
 
 
 def _local_layers(config: TransformerConfig) -> dict[str, ModuleSpec]:
-    """Return the layers of a hybrid stack that local modules serve, of Megatron's own attention."""
+    """Return the layers of a hybrid stack with local modules and Megatron's own attention."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
 
     build = gpt_layer_specs.get_gpt_layer_local_spec
-    asked = {**_asked_of(config, build), "num_experts": None, "multi_latent_attention": False}
-    plain = build(**asked).submodules
+    options = {**_asked_of(config, build), "num_experts": None, "multi_latent_attention": False}
+    plain = build(**options).submodules
     norm = plain.input_layernorm
     attends = {"input_layernorm": norm, "self_attn_bda": plain.self_attn_bda}
     feeds = {"pre_mlp_layernorm": norm, "mlp_bda": plain.mlp_bda}
@@ -191,16 +191,16 @@ def _local_layers(config: TransformerConfig) -> dict[str, ModuleSpec]:
         "mlp_layer": layer(MLPLayer, mlp=plain.mlp, **feeds),
     }
     if config.multi_latent_attention:
-        latent = build(**{**asked, "multi_latent_attention": True}).submodules
+        latent = build(**{**options, "multi_latent_attention": True}).submodules
         layers["mla_layer"] = layer(TransformerLayer, self_attention=latent.self_attention, **attends)
     if config.num_moe_experts is not None:
-        experts = build(**{**asked, "num_experts": config.num_moe_experts}).submodules
+        experts = build(**{**options, "num_experts": config.num_moe_experts}).submodules
         layers["moe_layer"] = layer(TransformerLayer, mlp=experts.mlp, **feeds)
     return layers
 
 
 def _with_local_modules(block: ModuleSpec) -> ModuleSpec:
-    """Return the spec of multi-token prediction with local modules in the place of TransformerEngine's."""
+    """Return the spec of multi-token prediction with local modules instead of TransformerEngine's."""
     replace = dataclasses.replace
     (layer,) = block.submodules.layer_specs
     norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
@@ -209,7 +209,7 @@ def _with_local_modules(block: ModuleSpec) -> ModuleSpec:
 
 
 class _NotLocal:
-    """A layer of a HybridModel that has no local modules."""
+    """A layer of a HybridModel without local modules: its constructor raises."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
@@ -219,10 +219,10 @@ class _NotLocal:
 
 
 class FromArguments(ModuleSpec):  # type: ignore[misc]
-    """A static spec that becomes the right one for Megatron's command line when its submodules are read.
+    """A lazy spec, resolved from Megatron's command line when its submodules are read.
 
-    `--spec` names an object of a module, which Megatron takes as it stands; what it must hold depends on the
-    other arguments, which are known only later.
+    `--spec` names an object of a module, but its content depends on the other arguments, which are parsed
+    only later.
     """
 
     def __init__(self, module: type, resolve: Callable[[TransformerConfig], ModuleSpec]) -> None:
@@ -232,13 +232,13 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
         self._resolve = resolve
 
     def resolve(self) -> ModuleSpec:
-        """Return the spec for the arguments as they are now."""
+        """Return the spec for the current arguments."""
         from megatron.training.arguments import core_transformer_config_from_args
 
         return self._resolve(core_transformer_config_from_args(arguments.megatron_arguments()))
 
     def __call__(self, args: Any, config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
-        """Return the spec for `config`: slime calls what `--spec` names, if it can be called."""
+        """Return the spec for `config`: slime calls the object of `--spec`, if it is callable."""
         return self._resolve(config)
 
     @property
@@ -268,7 +268,7 @@ burst_hybrid_stack_spec = _hybrid()
 
 
 def _asked_of(config: TransformerConfig, builder: Any) -> dict[str, Any]:
-    """Return the arguments of a spec builder, each named like the field of the config that it repeats."""
+    """Return the arguments of a spec builder, from the config's fields of the same names."""
     fields = {name: name for name in inspect.signature(builder).parameters}
     fields["num_experts"] = "num_moe_experts"
     fields.pop("fp8", None)  # deprecated: builders warn if it is given

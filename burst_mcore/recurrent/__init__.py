@@ -1,18 +1,18 @@
-"""Recurrences and short convolutions over sharded sequences: states and halos rotate, tokens stay.
+"""Recurrences and short convolutions over sharded sequences: ranks exchange states and halos, not tokens.
 
-A recurrence carries a state S along a sequence, and over some tokens S becomes A S + B. A rank computes A and
-B of its own tokens, an exclusive scan over the ranks gives each the state before its tokens, and the kernel
-runs from there. A short convolution reads the few rows before a rank's tokens, a halo.
+A recurrence carries a state S along a sequence; over an interval of tokens it is an affine map S -> A S + B.
+A rank computes A and B of its tokens, an exclusive scan over the ranks returns the state before them, and the
+kernel runs from this state. A short convolution reads the few rows before a rank's tokens, a halo.
 
-fragments   consecutive tokens of one document on one rank, and the chains that they form
+fragments   consecutive tokens of one document on one rank; chains of fragments
 programs    the actions of an exchange, its programs of all ranks, and their bytes
 scan        programs of the scan of affine maps, within nodes first, then between nodes
-halo        programs of the exchange of rows that a convolution reads
+halo        programs of the exchange of halos
 maps        affine maps by a matrix or elementwise: composed, applied, and their gradients
-sequence    the sequence of which each rank has a shard, and how its ranks agree on an exchange
-exchange    runs programs: states and halos, with their gradients
-kernels     what a recurrence needs of a kernel, and adapters to kernels by their signatures
-runs        the runs of a kernel over a rank's fragments, and the outputs that they make
+sequence    a sharded sequence, and the agreement of its ranks on an exchange
+exchange    the execution of programs: states and halos, with their gradients
+kernels     the interface of kernels, and adapters to kernels by their signatures
+runs        kernel calls over a rank's fragments, and their outputs
 api         recurrence and convolution, the public functions
 bound       token-mixing functions of transformers' models, bound to shards
 """

@@ -15,7 +15,7 @@ from burst_mcore.recurrent.sequence import Shards, behind_exchange
 
 
 def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards, way: str = "states") -> Tensor:
-    """Return the outputs of this rank's tokens, as of a kernel that runs over each whole document from zero.
+    """Return the outputs of this rank's tokens: equal to the kernel's over each whole document from zero.
 
     Every rank of the topology calls it with its shard. Only ranks that share a document exchange states. An
     error of one rank reaches all ranks, unless no rank exchanges.
@@ -24,12 +24,12 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards, way: str = 
         kernel: the recurrence.
         tensors: of this rank's tokens, along the dim of the kernel, in the order of the shard.
         shards: the sequence.
-        way: "states", the only one.
+        way: "states", the only option.
 
     Raises:
-        ValueError: the tensors do not hold this rank's tokens; the layout scatters neighbouring tokens, whose
-            states would rotate; another rank refused its call.
-        RuntimeError: a rank has gone, or failed behind the exchange.
+        ValueError: the tensors do not hold this rank's tokens; the layout separates neighbouring tokens, so
+            that a state would be sent for each token; another rank's call is illegal.
+        RuntimeError: a rank has gone, or failed after the exchange.
     """
     agreement = shards.agreement(shards.scan)
     with refusing(agreement):
@@ -54,13 +54,13 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards, way: str = 
 def convolution(
     convolve: Callable[[Tensor], Tensor], x: Tensor, width: int, shards: Shards, dim: int
 ) -> Tensor:
-    """Return a causal convolution of this rank's tokens, as of one that runs over each whole document.
+    """Return a causal convolution of this rank's tokens: equal to the convolution of each whole document.
 
     Args:
-        convolve: a causal convolution along `dim`, which reads zeros before the first token, and the same
-            number of tokens out. One call serves all fragments.
+        convolve: a causal convolution along `dim`, with zeros before the first token, and as many tokens out
+            as in. One call computes all fragments.
         x: this rank's tokens.
-        width: tokens that an output reads, its own included.
+        width: the tokens that an output reads, its own included.
         shards: the sequence.
         dim: the dimension of tokens.
 
@@ -70,15 +70,15 @@ def convolution(
     agreement = shards.agreement(lambda: shards.halo(width - 1))
     with refusing(agreement):
         _check((x,), dim, shards, "convolution")
-        own, reach = shards.own, width - 1
-        if own and (reach == 0 or len(own) == shards.topology.size == 1):
+        pieces, reach = shards.own, width - 1
+        if pieces and (reach == 0 or len(pieces) == shards.topology.size == 1):
             return convolve(x)
-        some = any(shards.halo(reach).programs)
-    halo = halo_of(x, dim, shards, reach) if some else x.new_zeros(resized(x, dim, reach * len(own)))
+        exchanges = any(shards.halo(reach).programs)
+    halo = halo_of(x, dim, shards, reach) if exchanges else x.new_zeros(resized(x, dim, reach * len(pieces)))
     with behind_exchange(agreement):
-        if not own:
+        if not pieces:
             return x + halo.sum().to(x.dtype)
-        lengths = [len(each.fragment.rows) for each in own]
+        lengths = [len(each.fragment.rows) for each in pieces]
         pairs = zip(halo.split(reach, dim), x.split(lengths, dim), strict=True)
         outs = convolve(torch.cat([part for pair in pairs for part in pair], dim))
         return torch.cat(outs.split([n for length in lengths for n in (reach, length)], dim)[1::2], dim)
@@ -88,9 +88,9 @@ def _check(tensors: Tensors, dim: int, shards: Shards, name: str) -> None:
     rank, size = shards.topology.rank, shards.topology.size
     padded, n = shards.layout.runs(shards.tokens, rank, size), shards.tokens
     tokens = sum(len(range(run.start, min(run.stop, n), run.step)) for run in padded)
-    wrong = [tuple(x.shape) for x in tensors if x.shape[dim] != tokens]
-    if wrong:
+    shapes = [tuple(x.shape) for x in tensors if x.shape[dim] != tokens]
+    if shapes:
         raise ValueError(
             f"{name}: layout {shards.layout} shards rank {rank} {tokens} of {shards.tokens} "
-            f"tokens, along dimension {dim}, got tensors {wrong}"
+            f"tokens, along dimension {dim}, got tensors {shapes}"
         )

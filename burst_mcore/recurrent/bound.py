@@ -1,9 +1,9 @@
 """The token-mixing functions of models of transformers, bound to shards: no forward is copied.
 
-A mixer of transformers calls functions of its own module by name, and each of them is a kernel by its
-signature: fla's, mamba-ssm's and causal-conv1d's where those are installed, else torch code. `bind` replaces
-the names in the module. A `Mixing` stands for the padding mask of such layers, and rotates with it through
-whatever checkpoints them. Where a mixer gets another mask the functions are as they were.
+A mixer of transformers calls functions of its own module by name, with the signatures of kernels: of fla,
+mamba-ssm and causal-conv1d if installed, else of torch code. `bind` replaces the names in the module. A
+`Mixing` is passed in place of the padding mask of such layers, also through checkpoints. With another mask a
+mixer calls the original functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from burst_mcore.recurrent.sequence import Shards
 
 Function = Callable[..., Any]
 Rows = tuple[Shards, ...]
-"""The sequences of a forward: one of all rows, or one a row."""
+"""The sequences of a forward: one for all rows, or one a row."""
 
 CONVOLUTION, DELTA, KIMI = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 MAMBA1, MAMBA2 = "mamba_selective_scan", "mamba2_chunk_scan"
@@ -50,49 +50,49 @@ _KINDS = {
 MIXERS = {
     name: (CONVOLUTION, *([rule] if rule else [])) for names, rule in _KINDS.items() for name in names.split()
 }
-"""By class of a mixer, the functions that it calls once each in a forward."""
+"""The functions that each class of mixer calls once in a forward."""
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """The sequences whose tokens a layer mixes; stands for the layer's padding mask."""
+    """The sequences of a token-mixing layer, passed as the layer's padding mask."""
 
     rows: Rows
     calls: Counter[str] = field(default_factory=Counter, compare=False)
-    """How often each function was called."""
+    """The number of calls of each function."""
 
     @classmethod
     def of(cls, topology: Topology, config: BurstConfig, tokens: int, ends: tuple[Ends, ...]) -> Mixing:
-        """Return the sequences of a forward; ends: cu_seqlens of each row, () where no row is packed."""
+        """Return the sequences of a forward; ends: cu_seqlens of each row, () for a row without packing."""
         rows = ends if len({*ends}) > 1 else ends[:1] or ((),)
         layout = Layout.of(config.layout)
         return cls(tuple(Shards(topology, layout, tokens, each, config.max_ctas) for each in rows))
 
 
 def mixers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the mixers of a model that are served, by path."""
+    """Return the supported mixers of a model, by path."""
     return {path: module for path, module in model.named_modules() if type(module).__name__ in MIXERS}
 
 
 def awaits_mask(model: nn.Module) -> bool:
-    """Return whether a model hands its attention_mask to its mixers as it comes (Mamba, Falcon Mamba)."""
+    """Return whether a model passes its attention_mask unchanged to its mixers (Mamba, Falcon Mamba)."""
     modules = {type(mixer).__module__ for mixer in mixers_of(model).values()}
     return any({MASK, MASKED} & {*vars(sys.modules[module])} == {MASKED} for module in modules)
 
 
 def missing_calls(model: nn.Module, mixing: Mixing) -> list[str]:
-    """Return the functions that a forward called less often than the model's mixers should have."""
-    came, wanted = mixing.calls, Counter[str]()
+    """Return the functions with a number of calls in a forward that differs from the mixers' number."""
+    counts, due = mixing.calls, Counter[str]()
     for mixer in mixers_of(model).values():
-        wanted.update(MIXERS[type(mixer).__name__])
-        wanted[MAMBA1] += getattr(mixer, "n_mamba_heads", 1) - 1  # Zamba scans each head apart
+        due.update(MIXERS[type(mixer).__name__])
+        due[MAMBA1] += getattr(mixer, "n_mamba_heads", 1) - 1  # Zamba scans each head separately
     return [
-        f"{name}, called {came[name]} times instead of {n}" for name, n in wanted.items() if came[name] != n
+        f"{name}, called {counts[name]} times instead of {n}" for name, n in due.items() if counts[name] != n
     ]
 
 
 def why_scattered(model: nn.Module, layout: Layout | str, size: int) -> str | None:
-    """Return why a layout does not go with a model's mixers; None if it does, or there are none."""
+    """Return why a layout does not fit a model's mixers; None if it does, or without mixers."""
     try:
         if mixers_of(model):
             fragments(Layout.of(layout), Layout.of(layout).divisor(size), size)
@@ -102,9 +102,9 @@ def why_scattered(model: nn.Module, layout: Layout | str, size: int) -> str | No
 
 
 def bind(model: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
-    """Bind the functions of a model's mixers, in the modules of their classes. Further calls change nothing.
+    """Bind the functions of a model's mixers, in the modules of their classes. Idempotent.
 
-    mixing: called when a forward makes the padding mask of its mixers; None leaves the forward as it was.
+    mixing: called when a forward makes the padding mask of its mixers; None leaves the forward unchanged.
 
     Raises:
         ValueError: a function takes no states.
@@ -151,7 +151,7 @@ _LAYER = threading.local()
 
 @contextmanager
 def _forgotten() -> Iterator[None]:
-    """Around the forward of a mixer: nothing that is called behind it is of its `Mixing`."""
+    """Unset the `Mixing` after the forward of a mixer."""
     try:
         yield
     finally:
@@ -160,7 +160,7 @@ def _forgotten() -> Iterator[None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _masked(original: Function, hidden_states: Tensor, attention_mask: Any) -> Tensor:
-    """Note the mask with which a mixer begins; there is no padding to be zeroed in a `Mixing`."""
+    """Set the `Mixing` at the start of a mixer's forward; a `Mixing` has no padding to be zeroed."""
     _LAYER.mixing = attention_mask if isinstance(attention_mask, Mixing) else None
     if _LAYER.mixing is not None:
         return hidden_states
@@ -179,8 +179,8 @@ def _convolution(
 ) -> Tensor:
     """causal-conv1d's causal_conv1d_fn: hidden_states [B, C, S], weight [C, W]."""
     convolve = partial(original, weight=weight, bias=bias, activation=activation)
-    own, width = _split(rows, (hidden_states,)), weight.shape[-1]
-    return torch.cat([convolution(convolve, x, width, shards, dim=-1) for shards, (x,) in own])
+    sequences, width = _split(rows, (hidden_states,)), weight.shape[-1]
+    return torch.cat([convolution(convolve, x, width, shards, dim=-1) for shards, (x,) in sequences])
 
 
 def _delta(
@@ -192,7 +192,6 @@ def _delta(
 
 
 def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **given: Any) -> Tensor:
-    """mamba-ssm's mamba_chunk_scan_combined."""
     x, dt, A, B, C = tensors
     options = _served(original, given, kernels.LASTS, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")
     return _recurrence(kernels.mamba2(original, A, **options), rows, (x, dt, B, C))
@@ -201,7 +200,6 @@ def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **given: Any) -> T
 def _mamba1(
     original: Function, rows: Rows, *tensors: Tensor, z: Tensor | None = None, **given: Any
 ) -> Tensor:
-    """mamba-ssm's selective_scan_fn."""
     u, dt, A, B, C = tensors
     names = "D", "delta_bias", "delta_softplus", "use_associative_scan"
     options = _served(original, given, ("return_last_state",), *names)
@@ -215,12 +213,12 @@ _BOUND: dict[str, Function] = {
     KIMI: _delta,
     MAMBA2: _mamba2,
     MAMBA1: _mamba1,
-    **dict.fromkeys(FUSED, lambda *_, **__: None),  # then a mixer goes on by the functions above
+    **dict.fromkeys(FUSED, lambda *_, **__: None),  # without a fused function mixers call those above
 }
 
 
 def _within(mixing_of: Function, original: Function) -> Function:
-    """Return the forward of a mixer that has its recurrence within, and not in a function."""
+    """Return the forward of a mixer with its recurrence inline, not in a function."""
 
     def forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
@@ -237,7 +235,7 @@ def _within(mixing_of: Function, original: Function) -> Function:
 
 @contextmanager
 def _lightning(mixer: Any, rows: Rows) -> Iterator[None]:
-    """MiniMax's lightning attention, from its activation to its norm; the loop between runs for nothing."""
+    """Replace MiniMax's lightning attention, from its activation to its norm; its loop's result is unused."""
     mixed: list[Tensor] = []
 
     def mix(_: nn.Module, __: Any, qkv: Tensor) -> Tensor:
@@ -253,7 +251,7 @@ def _lightning(mixer: Any, rows: Rows) -> Iterator[None]:
 
 @contextmanager
 def _griffin(mixer: Any, rows: Rows) -> Iterator[None]:
-    """RecurrentGemma's convolution and scan."""
+    """Replace RecurrentGemma's convolution and scan."""
 
     def convolve(conv: nn.Conv1d, args: tuple[Tensor], _: Any) -> Tensor:
         return _convolution(lambda x, **_: conv.forward(x)[..., : x.shape[-1]], rows, *args, conv.weight)
@@ -283,18 +281,18 @@ def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, kern
 
 
 def _served(kernel: Function, given: dict[str, Any], cache: Sequence[str], *options: str) -> dict[str, Any]:
-    """Return the options that a mixer gave to a kernel. Raises ValueError for a cache, and for others.
+    """Return a mixer's options for a kernel. Raises ValueError for a cache, and for unsupported options.
 
-    Keywords that the kernel does not take are those of the model: transformers hands them down.
+    Keywords that the kernel does not take are the model's: transformers passes them through.
     """
-    some = {key for key, value in given.items() if value is not None and value is not False}
-    if some & {*cache}:
+    settings = {key for key, value in given.items() if value is not None and value is not False}
+    if settings & {*cache}:
         raise ValueError(
             "a cache in a forward over shards or packed documents is not served: each rank would keep the "
             "state of its shard alone. Set use_cache=False"
         )
-    name, taken = kernels.signature_of(kernel)
-    if others := (some & {*taken}) - {*options}:
-        legal, got = ", ".join(options), ", ".join(sorted(others))
-        raise ValueError(f"{name} over shards takes the options {legal}, and the mixer sets {got}")
+    name, parameters = kernels.signature_of(kernel)
+    if others := (settings & {*parameters}) - {*options}:
+        legal, illegal = ", ".join(options), ", ".join(sorted(others))
+        raise ValueError(f"{name} over shards takes the options {legal}, and the mixer sets {illegal}")
     return {key: given[key] for key in options if key in given}

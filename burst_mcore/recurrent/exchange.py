@@ -1,4 +1,4 @@
-"""Runs the programs of scans and of halos, with gradients: the same messages the other way round."""
+"""The execution of scans and halos, with gradients, sent in the opposite direction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from burst_mcore.recurrent.sequence import Own, Shards
 
 @dataclass(frozen=True)
 class States:
-    """The states of one recurrence: what their maps are, and their shapes and dtype."""
+    """The states of one recurrence: the algebra of their maps, and their shapes and dtype."""
 
     name: str
     algebra: Algebra
@@ -33,7 +33,7 @@ class States:
     dtype: torch.dtype
     device: torch.device
     gradients: bool
-    """Whether autograd records what makes them: all ranks take part in backward, or none."""
+    """Whether the states require gradients: all ranks take part in backward, or none."""
 
     def room(self, span: Span) -> Map:
         """Return uninitialised room for the map over a span."""
@@ -41,20 +41,20 @@ class States:
         return Map(decay, torch.empty(self.state_shape, dtype=self.dtype, device=self.device))
 
     def signature(self, pass_: str) -> Signature:
-        """Return what the ranks must have in common."""
+        """Return the properties that the ranks must have in common."""
         shapes = f"state {self.state_shape}, decay {self.decay_shape}, {self.dtype}"
-        own = {"recurrence": self.name, "shapes": shapes, "gradient wanted": str(self.gradients)}
-        return {"pass": f"{pass_} of states", **own}
+        properties = {"recurrence": self.name, "shapes": shapes, "gradient wanted": str(self.gradients)}
+        return {"pass": f"{pass_} of states", **properties}
 
 
 class _Box:
-    tensor: Tensor  # which a graph needs, for as long as the graph holds the box
+    tensor: Tensor  # a saved tensor, alive as long as the graph holds the box
 
 
 class Kept:
-    """What runs save for backward. `Passed` saves it for them, since it goes ahead through their graph.
+    """The tensors that kernel calls save for backward, saved by `Passed`, which runs their backward first.
 
-    A checkpoint that is asked twice makes everything twice, messages too.
+    Reading saved tensors twice would recompute a checkpoint, and communicate, twice.
     """
 
     def __init__(self) -> None:
@@ -62,18 +62,18 @@ class Kept:
         self._boxes = WeakValueDictionary[int, _Box]()
 
     def pack(self, x: Tensor) -> _Box:
-        """Keep a tensor that a run saves."""
+        """Take a tensor that a kernel call saves."""
         box = self._boxes[len(self.tensors)] = _Box()
         self.tensors.append(x)
         return box
 
     def fill(self, saved: Sequence[Tensor]) -> None:
-        """Give the graph what was saved."""
+        """Give the graph its saved tensors."""
         for number, box in self._boxes.items():
             box.tensor = saved[number]
 
     def ahead(self, saved: Sequence[Tensor], *ends: Any) -> Buffer:
-        """Go back through the runs and keep their graph: ends are outputs, the states before, gradients."""
+        """Run the kernels' backward, keeping the graph; ends: outputs, initial states, upstream gradients."""
         through = partial(torch.autograd.grad, *ends, retain_graph=True)
         self.fill(saved)
         try:
@@ -81,7 +81,7 @@ class Kept:
         except RuntimeError as error:
             if "donated buffer" not in str(error):
                 raise
-        self.fill([x.clone() for x in saved])  # a compiled run's backward writes into its buffers
+        self.fill([x.clone() for x in saved])  # a compiled kernel's backward writes into its buffers
         with torch._functorch.config.patch(donated_buffer=False):
             gradients = through()
         self.fill(saved)
@@ -89,11 +89,11 @@ class Kept:
 
 
 class Passed(torch.autograd.Function):
-    """Outputs and states as they come. Backward gives the states behind fragments their gradients.
+    """The identity on outputs and states; its backward gives last states of fragments their gradients.
 
-    The gradient of the state before a fragment is that of its own outputs, plus A^T times that of the state
-    behind it. A backward through the run gives the first, the scan the sum; then autograd goes through the
-    run for all gradients. So A and B need no graph.
+    With S the state before a fragment and S' its last state: dS = A^T dS' + dS_outputs. A backward through
+    the fragment computes dS_outputs, the scan dS' for all fragments; then autograd computes all gradients of
+    the fragment. So A and B need no graph.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ class Passed(torch.autograd.Function):
         middle, states before ends, other outputs; states before the middle, behind it and beginnings; roots.
         """
         ctx.of, kept = of, of[2]
-        # All ranks save some tensor: in a checkpoint all recompute before they meet in backward.
+        # Every rank saves some tensor, so that in a checkpoint all recompute before the backward exchange.
         ctx.save_for_backward(torch.empty(0), *decays, *kept.tensors)
         kept.tensors.clear()
         return tensors[:many]
@@ -113,9 +113,9 @@ class Passed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         shards, states, kept, begin, middle, end = ctx.of
         edges, many, n = [GradientEdge(*edge) for edge in ctx.next_functions], len(gradients), len(middle)
-        # Once: torch's checkpoints allow no more. They run the caller's forward here, with its own exchanges.
+        # Read once, as torch's checkpoints demand: here they rerun the caller's forward, with its exchanges.
         _, *saved = ctx.saved_tensors
-        with torch.autocast(states.device.type, enabled=False):  # forward runs without, in `recurrence`
+        with torch.autocast(states.device.type, enabled=False):  # as in forward: see `recurrence`
             with refusing(agreement_of(shards.topology)):
                 _refuse_second_derivatives()
                 ends = edges[:n], edges[many : many + n], gradients[:n]
@@ -135,33 +135,33 @@ def _refuse_second_derivatives() -> None:
 
 @torch.no_grad()
 def scanned(shards: Shards, states: States, maps: dict[Own, Map], *, backward: bool) -> dict[Own, Tensor]:
-    """Return the states before those fragments of this rank that continue a document.
+    """Return the states before those of this rank's fragments that continue a document.
 
-    maps: of its fragments that are continued. `backward`: gradients, in the order from the last fragment.
+    maps: of its fragments with a successor. `backward`: gradients, in the order from the last fragment.
     """
     program = shards.scan(backward=backward).programs[shards.topology.rank]
     places = {each: each.last - each.place if backward else each.place for each in shards.own}
-    held = {Span(each.chain, places[each], places[each] + 1): own for each, own in maps.items()}
+    spans = {Span(each.chain, places[each], places[each] + 1): value for each, value in maps.items()}
     signature = states.signature("backward" if backward else "forward")
 
     def block(action: Send | Recv) -> Buffer:
         span = Span.of(action.buffer)
         if isinstance(action, Recv):
-            held[span] = states.room(span)
-        decay, state = held[span]
+            spans[span] = states.room(span)
+        decay, state = spans[span]
         return tuple(x.contiguous() for x in ((state,) if span.is_state else (state, decay)) if x is not None)
 
     with shards.exchanging(signature) as transport:
         for action in _posted(program, transport, block):
             assert isinstance(action, Compose)
-            held[action.span] = states.algebra.composed(held[action.later], held[action.earlier])
-    return {each: held[Span(each.chain, 0, place)].state for each, place in places.items() if place}
+            spans[action.span] = states.algebra.composed(spans[action.later], spans[action.earlier])
+    return {each: spans[Span(each.chain, 0, place)].state for each, place in places.items() if place}
 
 
 def _posted(
     program: Program, transport: Transport, block: Callable[[Send | Recv], Buffer]
 ) -> Iterator[Action]:
-    """Post the messages of a program and await them; yield its other actions when their turn comes.
+    """Post the messages of a program and wait for them; yield its other actions in order.
 
     Raises:
         RuntimeError: a message failed; it names its step and ranks.
@@ -188,7 +188,7 @@ def _posted(
 
 @dataclass(frozen=True)
 class Halo:
-    """The exchange of a halo: rows go from the shards to halos along `dim`, gradients the other way."""
+    """The exchange of a halo along `dim`: rows from shards to halos, gradients from halos to shards."""
 
     shards: Shards
     dim: int
@@ -198,12 +198,12 @@ class Halo:
     """Whether autograd records the exchange: all ranks take part in backward, or none."""
 
     def carried(self, x: Tensor, rows: int, *, backward: bool) -> Tensor:
-        """Return `rows` rows: the halo, zero where no row goes; or `backward` the gradient of the shard.
+        """Return `rows` rows: the halo, zero-filled; or `backward` the gradient of the shard.
 
         Raises:
             ValueError, RuntimeError: as `Shards.exchanging`.
         """
-        dim, came = self.dim, list[tuple[range, Tensor]]()
+        dim, parts = self.dim, list[tuple[range, Tensor]]()
         program = self.shards.halo(self.reach).programs[self.shards.topology.rank]
 
         def block(action: Send | Recv) -> Buffer:
@@ -212,7 +212,7 @@ class Halo:
                 return (torch.cat([_part(x, dim, each) for each in action.rows], dim).contiguous(),)
             lengths = [*map(len, action.rows)]
             room = x.new_empty(resized(x, dim, sum(lengths)))
-            came.extend(zip(action.rows, room.split(lengths, dim), strict=True))
+            parts.extend(zip(action.rows, room.split(lengths, dim), strict=True))
             return (room,)
 
         signature = {
@@ -223,16 +223,14 @@ class Halo:
         with self.shards.exchanging(signature) as transport:
             for action in _posted(turned(program) if backward else program, transport, block):
                 assert isinstance(action, Copy)
-                came.append((action.into, _part(x, dim, action.rows)))
+                parts.append((action.into, _part(x, dim, action.rows)))
         out = x.new_zeros(resized(x, dim, rows))
-        for into, part in came:
+        for into, part in parts:
             _part(out, dim, into).add_(part)
         return out
 
 
 class _MovedRows(torch.autograd.Function):
-    """The halo of a shard."""
-
     @staticmethod
     def forward(ctx: Any, halo: Halo, x: Tensor) -> Tensor:
         ctx.halo, ctx.rows = halo, x.shape[halo.dim]
@@ -241,7 +239,7 @@ class _MovedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        assert ctx.saved_tensors  # a checkpoint runs the caller's forward again here, with its own exchanges
+        assert ctx.saved_tensors  # a checkpoint reruns the caller's forward here, with its exchanges
         with refusing(agreement_of(ctx.halo.shards.topology)):
             _refuse_second_derivatives()
         return None, ctx.halo.carried(gradient, ctx.rows, backward=True)
@@ -258,7 +256,7 @@ def _part(x: Tensor, dim: int, rows: range) -> Tensor:
 
 
 def resized(x: Tensor, dim: int, rows: int) -> list[int]:
-    """Return the shape of a tensor with so many rows along `dim`."""
+    """Return the shape of a tensor with `rows` along `dim`."""
     shape = list(x.shape)
     shape[dim] = rows
     return shape

@@ -1,4 +1,4 @@
-"""Fragments: consecutive tokens of one document on one rank; and chains, the fragments of one document."""
+"""Fragments, consecutive tokens of one document on one rank; chains, the fragments of one document."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Ends = tuple[int, ...]
 
 
 class Fragment(NamedTuple):
-    """Tokens [start, stop) of one document, which lie on a rank from `row` of its shard on."""
+    """Tokens [start, stop) of one document, on a rank from `row` of its shard on."""
 
     rank: int
     start: int
     stop: int
     row: int
     begins: bool
-    """Whether the document begins with it: the state before it is zero."""
+    """Whether the fragment begins its document: its initial state is zero."""
     ends: bool
-    """Whether the document ends with it: nobody needs the state behind it."""
+    """Whether the fragment ends its document: its last state is not needed."""
 
     @property
     def rows(self) -> range:
@@ -35,7 +35,7 @@ class Fragment(NamedTuple):
 
 
 def documents(tokens: int, ends: Ends) -> Ends:
-    """Return cu_seqlens of the documents, also of one. Raises ValueError if they end elsewhere."""
+    """Return cu_seqlens of the documents; () is one document. Raises ValueError if they end elsewhere."""
     ends = ends or (0, tokens)
     if ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in pairwise(ends)):
         raise ValueError(f"documents must ascend from 0 to the {tokens} tokens of the sequence, got {ends}")
@@ -43,7 +43,7 @@ def documents(tokens: int, ends: Ends) -> Ends:
 
 
 Chain = tuple[Fragment, ...]
-"""The fragments of one document, in the order of tokens: each but the first continues the one before."""
+"""The fragments of one document, in the order of tokens."""
 
 
 @lru_cache(maxsize=256)
@@ -51,7 +51,7 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
     """Return the fragments of all ranks, in the order of tokens.
 
     Args:
-        layout: how the sequence is sharded over `size` ranks.
+        layout: shards the sequence over `size` ranks.
         tokens: of the whole sequence.
         ends: cu_seqlens of its documents.
 
@@ -67,19 +67,19 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
             f"for each token of a recurrence or convolution. Choose zigzag, contiguous or "
             f"block-striped:{128 * size}"
         )
-    found, rows, borders = [], [0] * size, {*ends}
+    result, rows, borders = [], [0] * size, {*ends}
     for rank, first, last, _ in runs:
         stop = min(last, tokens)
         within = ends[bisect_right(ends, first) : bisect_left(ends, stop)]
         for a, b in pairwise(dict.fromkeys((first, *within, stop)) if first < stop else ()):
-            found.append(Fragment(rank, a, b, rows[rank], a in borders, b in borders))
+            result.append(Fragment(rank, a, b, rows[rank], a in borders, b in borders))
             rows[rank] += b - a
-    return tuple(sorted(found, key=lambda fragment: fragment.start))
+    return tuple(sorted(result, key=lambda fragment: fragment.start))
 
 
 @lru_cache(maxsize=256)
 def chains(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[Chain, ...]:
-    """Return the chains of the documents that lie in several fragments. Raises ValueError as `fragments`."""
+    """Return the chains of documents with several fragments. Raises ValueError as `fragments`."""
     documents: list[list[Fragment]] = []
     for fragment in fragments(layout, tokens, size, ends):
         if fragment.begins:

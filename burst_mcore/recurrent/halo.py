@@ -1,4 +1,4 @@
-"""Programs of the halo: the rows of its document before each fragment go straight from their owners to it."""
+"""Programs of the halo exchange: owners send each fragment the rows of its document before it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from burst_mcore.recurrent.programs import DATA, GRADIENT, Action, Copy, Exchang
 ROWS, HALO = "rows", "halo"
 """The buffers: the rows of the shard, and `reach` rows for each of its fragments."""
 Pairs = dict[tuple[int, int], list[tuple[range, range]]]
-"""By (sender, receiver), rows of the shard and the rows of the receiver's buffer to which they go."""
+"""By (sender, receiver): (rows of the sender's shard, rows of the receiver's halo)."""
 
 
 @lru_cache(maxsize=256)
 def halo(layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *, reach: int) -> Exchange:
-    """Return the programs that bring each fragment the `reach` rows of its document before it.
+    """Return the programs that send each fragment the `reach` rows of its document before it.
 
-    The halo of a rank has `reach` rows for each of its fragments, in the order of its shard. Of a document
-    that begins within them, the last rows are filled, and the others are zero.
+    The halo of a rank has `reach` rows for each of its fragments, in the order of its shard. Rows before the
+    start of the document are zero.
     """
     places, filled = {}, [0] * size
     for fragment in fragments(layout, tokens, size, ends):
@@ -37,7 +37,7 @@ def halo(layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *,
 
 
 def _read(chain: Chain, number: int, stop: int, reach: int) -> list[tuple[int, range, range]]:
-    """Return (rank, rows of its shard, rows of the halo) for what lies before a fragment, nearest first."""
+    """Return (rank, rows of its shard, rows of the halo) for the rows before a fragment, nearest first."""
     read = []
     while reach and number:
         number -= 1
@@ -49,7 +49,7 @@ def _read(chain: Chain, number: int, stop: int, reach: int) -> list[tuple[int, r
 
 
 def _program(rank: int, pairs: Pairs, size: int) -> Program:
-    """Return the program of a rank in which rows go straight from their owners to the halo."""
+    """Return the program of a rank: P2P messages from owners to the halo, and local copies."""
     others = [peer for peer in range(size) if peer != rank]
     recvs = [
         Recv(0, DATA, HALO, peer, tuple(rows for _, rows in pairs[peer, rank]))
@@ -66,7 +66,7 @@ def _program(rank: int, pairs: Pairs, size: int) -> Program:
 
 
 def turned(program: Program) -> Program:
-    """Return the program by which gradients of a halo go back to the shards."""
+    """Return the program that sends the gradients of a halo back to the shards."""
     sends = [Send(0, GRADIENT, a.buffer, a.peer, a.rows) for a in program if isinstance(a, Recv)]
     recvs = [Recv(0, GRADIENT, a.buffer, a.peer, a.rows) for a in program if isinstance(a, Send)]
     copies = [Copy(0, a.into, a.rows) for a in program if isinstance(a, Copy)]

@@ -1,8 +1,8 @@
-"""What a recurrence needs of a kernel, and adapters to kernels by their signatures.
+"""The interface of a recurrence's kernel, and adapters to kernels by their signatures.
 
-A kernel that takes a state and returns one is enough: B is the state that it makes of zero. For delta rules A
-is the state that the same kernel makes of the identity while values are zero; elsewhere A is a product of
-decays. Adapters take the kernel itself, so that one adapter serves all of one signature.
+Over some tokens the last state is A S + B of the initial state S. A kernel with an initial and a last state
+is enough: B is the last state from S = 0. For delta rules A is the last state from S = I with values of zero;
+elsewhere A is a product of decays. Adapters take the kernel, so there is one adapter for a signature.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A recurrence by what its kernel can do."""
+    """A recurrence: a kernel with states, and the decay A of its affine map."""
 
     name: str
     algebra: Algebra
     run: Callable[[Tensors, Tensor | None], tuple[Tensor, Tensor]]
-    """(tensors, the state before them; None is zero) -> (outputs, the state behind them). Differentiable, and
-    called with autocast off."""
+    """(tensors, the initial state; None is zero) -> (outputs, the last state). Differentiable, and called
+    with autocast off."""
     decay: Callable[[Tensors], Tensor]
-    """A of these tokens; its gradient is never asked for."""
+    """A of these tokens, without a gradient."""
     state_shape: Callable[[Tensors], Shape]
     decay_shape: Callable[[Tensors], Shape]
     like: int
-    """The number of the tensor that is shaped like the outputs."""
+    """The index of the tensor with the shape of the outputs."""
     dim: int = 1
     parameters: Tensors = ()
-    """Further tensors that the kernel works with, if they may need gradients: all ranks have the same."""
+    """Further tensors of the kernel that may need gradients, the same on all ranks."""
 
 
 LAST, LASTS = ("initial_state", "output_final_state"), ("initial_states", "return_final_states")
-"""Keywords by which kernels of fla, and of mamba-ssm, take a state and return one."""
+"""The keywords for states of kernels of fla, and of mamba-ssm."""
 
 
 @lru_cache(maxsize=256)
 def signature_of(kernel: Kernel) -> tuple[str, Sequence[str]]:
-    """Return the name of a kernel, and those of its arguments.
+    """Return the name of a kernel, and the names of its arguments.
 
-    transformers wraps kernels, drops the keywords that a kernel does not take, and shows the signature of its
-    own torch code. So the kernel within the wrapper is asked.
+    transformers wraps kernels, drops keywords that a kernel does not take, and shows the signature of its own
+    torch code. So the signature of the kernel within the wrapper counts.
     """
     closure = inspect.getclosurevars(kernel).nonlocals if inspect.isfunction(kernel) else {}
     within = closure.get("implementation", kernel)
@@ -63,11 +63,11 @@ def signature_of(kernel: Kernel) -> tuple[str, Sequence[str]]:
 
 
 def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
-    """Check that the signature of a kernel names the keywords of states. Raises ValueError."""
-    name, taken = signature_of(kernel)
-    if missing := [name for name in names if name not in taken]:
+    """Check that a kernel's signature has the keywords for states. Raises ValueError."""
+    name, parameters = signature_of(kernel)
+    if absent := [name for name in names if name not in parameters]:
         raise ValueError(
-            f"kernel {name} takes no {' or '.join(missing)}: states could not pass between ranks. Give a "
+            f"kernel {name} takes no {' or '.join(absent)}: states could not pass between ranks. Give a "
             f"kernel whose signature names {' and '.join(names)}"
         )
 
@@ -79,6 +79,8 @@ def _tensors(options: dict[str, Any]) -> Tensors:
 def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
     """Return the recurrence of a (gated, or Kimi's) delta rule, by the signature of fla's chunk kernels.
 
+    S_t = (I - beta_t k_t k_t^T) exp(g_t) S_(t-1) + beta_t k_t v_t^T, so A is a product of matrices
+    (transformers, Qwen3-Next, torch_recurrent_gated_delta_rule).
     Its tensors are q, k [B, S, Hk, K], v [B, S, H, V], g and beta. The state is [B, H, K, V].
 
     rule: called as rule(q, k, v, g=, beta=, initial_state=, output_final_state=True, **options).
@@ -110,6 +112,7 @@ def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
 def gated(rule: Kernel, **options: Any) -> Recurrence:
     """Return the recurrence of linear attention with gates g in log space: of a head, or of its K rows.
 
+    S_t = exp(g_t) S_(t-1) + k_t v_t^T, so A = exp(sum_t g_t).
     Its tensors are q, k [B, S, H, K], v [B, S, H, V], g [B, S, H] or [B, S, H, K]. The state is [B, H, K, V].
 
     rule: called as rule(q, k, v, g, initial_state=, output_final_state=True, **options), as fla's.
@@ -131,32 +134,35 @@ def gated(rule: Kernel, **options: Any) -> Recurrence:
         _, k, v, _ = x
         return v.shape[0], v.shape[2], k.shape[-1], v.shape[-1]
 
-    own = _tensors(options)
-    return Recurrence("linear attention", ELEMENTWISE, run, decay, state_shape, decay_shape, 2, 1, own)
+    parameters = _tensors(options)
+    return Recurrence("linear attention", ELEMENTWISE, run, decay, state_shape, decay_shape, 2, 1, parameters)
 
 
 def linear_attention(
     *qkvg: Tensor, initial_state: Tensor | None = None, output_final_state: bool = True, chunk: int = 256
 ) -> tuple[Tensor, Tensor]:
-    """fla's chunk_simple_gla in plain torch: S_t = exp(g_t) S_(t-1) + k_t v_t^T, out_t = q_t S_t."""
+    """fla's chunk_simple_gla in plain torch: S_t = exp(g_t) S_(t-1) + k_t v_t^T, out_t = q_t S_t.
+
+    With G_t = sum_(s <= t) g_s: out_t = exp(G_t) q_t S_0 + sum_(s <= t) exp(G_t - G_s) (q_t k_s) v_s.
+    """
     _, k, v, _ = qkvg
     dtype, outs, state = wide(v.dtype), [], initial_state
     if state is None:
         state = v.new_zeros(v.shape[0], v.shape[2], k.shape[-1], v.shape[-1], dtype=dtype)
     for part in zip(*(x.to(dtype).transpose(1, 2).split(chunk, 2) for x in qkvg), strict=True):
         queries, keys, values, gates = part
-        past = gates.cumsum(-1)[..., None]
-        seen = queries @ keys.mT * (past - past.mT).tril().exp().tril()
-        outs.append(seen @ values + queries * past.exp() @ state)
-        last = past[..., -1:, :]
-        state = state * last.exp() + (keys * (last - past).exp()).mT @ values
+        decay_logs = gates.cumsum(-1)[..., None]
+        weights = queries @ keys.mT * (decay_logs - decay_logs.mT).tril().exp().tril()
+        outs.append(weights @ values + queries * decay_logs.exp() @ state)
+        last = decay_logs[..., -1:, :]
+        state = state * last.exp() + (keys * (last - decay_logs).exp()).mT @ values
     return torch.cat(outs, 2).transpose(1, 2).to(v.dtype), state
 
 
 def elementwise() -> Recurrence:
     """Return the recurrence of a linear unit (RG-LRU), h_t = a_t h_(t-1) + x_t, by a scan in plain torch.
 
-    Its tensors are x and a [B, S, E]; the state is [B, E].
+    A = prod_t a_t. Its tensors are x and a [B, S, E]; the state is [B, E].
     """
 
     def run(tensors: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -175,7 +181,10 @@ def elementwise() -> Recurrence:
 
 
 class _LinearUnit(torch.autograd.Function):
-    """Keeps x, a and h alone, and goes back by a scan in reverse: the doublings of forward are not saved."""
+    """The scan h_t = a_t h_(t-1) + x_t with a reverse scan as backward, which saves only a, the state and h.
+
+    With G_t = dL/dh_t in all: G_t = g_t + a_(t+1) G_(t+1), dx_t = G_t, da_t = G_t h_(t-1).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor, state: Tensor) -> Tensor:
@@ -186,7 +195,7 @@ class _LinearUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, state, h = ctx.saved_tensors
-        later = pad(a[:, 1:], (0, 0, 0, 1)).flip(1)  # of h_t's gradient a_(t+1) of the next one's is a part
+        later = pad(a[:, 1:], (0, 0, 0, 1)).flip(1)
         total = _doubled(gradient.flip(1), later, torch.zeros_like(state)).flip(1)
         before = torch.cat([state[:, None], h[:, :-1]], 1)
         return total, total * before, total[:, 0] * a[:, 0]
@@ -195,7 +204,7 @@ class _LinearUnit(torch.autograd.Function):
 def _doubled(x: Tensor, a: Tensor, state: Tensor) -> Tensor:
     h, a = (y.to(wide(y.dtype)) for y in (x, a))
     reach = 1
-    while reach < h.shape[1]:  # each token goes on from the one `reach` before it
+    while reach < h.shape[1]:  # compose with the map that ends `reach` tokens earlier
         h = h + a * pad(h, (0, 0, reach, 0))[:, :-reach]
         a = a * pad(a, (0, 0, reach, 0), value=1.0)[:, :-reach]
         reach *= 2
@@ -213,8 +222,8 @@ def mamba2(
 ) -> Recurrence:
     """Return the recurrence of Mamba 2, by the signature of mamba-ssm's mamba_chunk_scan_combined.
 
-    Its tensors are x [B, S, H, P], dt [B, S, H], B and C [B, S, G, N]. The state is [B, H, P, N]. A decay is
-    a number a head: exp of A times the sum of dt.
+    Its tensors are x [B, S, H, P], dt [B, S, H], B and C [B, S, G, N]. The state is [B, H, P, N]:
+    S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T, so the decay is exp(A sum_t dt_t), a number a head.
 
     scan: called as scan(x, dt, A, B, C, initial_states=, return_final_states=True, ...).
     """
@@ -237,8 +246,8 @@ def mamba2(
     def decay_shape(x: Tensors) -> Shape:
         return (*state_shape(x)[:2], 1, 1)
 
-    own = A, *_tensors(options)
-    return Recurrence("Mamba 2", ELEMENTWISE, run, decay, state_shape, decay_shape, 0, 1, own)
+    parameters = A, *_tensors(options)
+    return Recurrence("Mamba 2", ELEMENTWISE, run, decay, state_shape, decay_shape, 0, 1, parameters)
 
 
 def mamba1(
@@ -246,9 +255,10 @@ def mamba1(
 ) -> Recurrence:
     """Return the recurrence of Mamba 1, by the signature of mamba-ssm's selective_scan_fn.
 
-    Its tensors are u, dt [B, E, S], B and C [B, N, S]. State and decays are [B, E, N].
-    The kernel takes no state, and its last state has no gradient. So N tokens before the others write the
-    state, a column each, and N tokens behind them read one each: their outputs are the state, in float32.
+    Its tensors are u, dt [B, E, S], B and C [B, N, S]. State and decays are [B, E, N]:
+    S_t = exp(dt_t A) S_(t-1) + dt_t u_t B_t^T, so the decay is exp(A sum_t dt_t).
+    The kernel has no initial state, and its last state has no gradient. So N additional tokens in front write
+    the state, a column each, and N at the end read a column each: their outputs are the state, in float32.
 
     scan: called as scan(u, dt, A, B, C, **options), without a gate z.
     """
@@ -260,7 +270,7 @@ def mamba1(
         none = u.new_zeros(state_shape(x))
         parts = [(u, _steps(dt, bias, delta_softplus), B, C), (none, none, eye, eye)]
         if state is not None:
-            later = torch.arange(columns - 1, -1, -1, device=A.device)  # short steps that a column decays by
+            later = torch.arange(columns - 1, -1, -1, device=A.device)  # later short steps, which decay it
             parts.insert(0, (state / _SHORT * (-A * _SHORT * later).exp(), none + _SHORT, eye, eye))
         u, dt, B, C = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         out = scan(u, dt, A, B, C, **options)[..., -x[0].shape[-1] - columns :]
@@ -273,12 +283,12 @@ def mamba1(
     def state_shape(x: Tensors) -> Shape:
         return (*x[0].shape[:2], columns)
 
-    own = A, *_tensors({"bias": bias, **options})
-    return Recurrence("Mamba 1", ELEMENTWISE, run, decay, state_shape, state_shape, 0, 2, own)
+    parameters = A, *_tensors({"bias": bias, **options})
+    return Recurrence("Mamba 1", ELEMENTWISE, run, decay, state_shape, state_shape, 0, 2, parameters)
 
 
 _SHORT = 2.0**-20
-"""The step of a token that writes a column of a state: one that no other column decays by."""
+"""The step of a token that writes a column of a state: too short to decay other columns."""
 
 
 def _steps(dt: Tensor, bias: Tensor | None, positive: bool) -> Tensor:

@@ -1,7 +1,9 @@
-"""Affine maps S -> A S + B of states: how they compose, and how gradients go back.
+"""Affine maps S -> A S + B of states: their composition, and the maps of gradients.
 
-A is a matrix [..., K, K] that multiplies a state [..., K, V] from the left, or it is multiplied elementwise,
-as a tensor that broadcasts to the state. Maps that start from a state of zero have no A.
+A is a matrix [..., K, K] that multiplies a state [..., K, V] from the left, or an elementwise factor that
+broadcasts to the state. The map over the start of a document needs no A: its initial state is zero.
+Composition: (A2, B2) after (A1, B1) is (A2 A1, A2 B1 + B2). Gradients: dS_before = A^T dS_after + dS_outputs,
+an affine map of the gradient, so the backward is the same scan in reverse.
 """
 
 from __future__ import annotations
@@ -12,32 +14,32 @@ from torch import Tensor
 
 
 class Map(NamedTuple):
-    """An affine map of a state; decay None: of the state zero, so that it is a state itself."""
+    """An affine map of a state, decay A and state B; decay None: applied to zero, so B is the state."""
 
     decay: Tensor | None
     state: Tensor
 
 
 class Algebra:
-    """What A is: a number a head, a row of the state, a channel or an entry, as gates decay."""
+    """The elementwise A of gates: a number for a head, a row of the state, a channel or an entry."""
 
     def apply(self, decay: Tensor, state: Tensor) -> Tensor:
-        """Return A S; of another A in place of the state, the product of both."""
+        """Return A S; `state` may be another A, too."""
         return decay * state
 
     def turned(self, decay: Tensor) -> Tensor:
-        """Return the A by which gradients of states go back."""
+        """Return A^T, the A of gradients of states."""
         return decay
 
     def composed(self, later: Map, earlier: Map) -> Map:
-        """Return the map that is `earlier` and then `later`: (A2 A1, A2 B1 + B2)."""
+        """Return the map `later` after `earlier`: (A2 A1, A2 B1 + B2)."""
         assert later.decay is not None
         decay = None if earlier.decay is None else self.apply(later.decay, earlier.decay)
         return Map(decay, self.apply(later.decay, earlier.state) + later.state)
 
 
 class Matrix(Algebra):
-    """A is a matrix: delta rules, whose steps reflect the state at their keys."""
+    """The matrix A of delta rules: products of exp(g) (I - beta k k^T)."""
 
     def apply(self, decay: Tensor, state: Tensor) -> Tensor:
         return decay @ state

@@ -1,8 +1,8 @@
 """Programs of exchanges as data: they print as a grid, are verified, and count their bytes.
 
-Messages are the `Send`, `Recv` and `Wait` of attention's schedules. A scan has one action more, `Compose`,
-halos and heads have `Copy`. The buffers of a scan are spans of a chain, by name: "0[2:5]" is the map over
-fragments 2 to 4 of chain 0.
+Messages are the `Send`, `Recv` and `Wait` of attention's schedules. A scan also has `Compose`, halos have
+`Copy`. The buffers of a scan are named after spans of a chain: "0[2:5]" is the map over fragments 2 to 4 of
+chain 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from burst_mcore.attention.schedule.route import grid
 
 
 class Span(NamedTuple):
-    """The map over fragments [first, stop) of a chain. If it begins with the chain it is a state alone."""
+    """The map over fragments [first, stop) of a chain; from the chain's start on, only a state."""
 
     chain: int
     first: int
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
     @property
     def is_state(self) -> bool:
-        """Whether the state before it is zero, so that the map's A is not needed."""
+        """Whether the span starts its chain, so that the map needs no A."""
         return self.first == 0
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compose:
-    """Make the map over `earlier` and `later`, which follow one another."""
+    """Compose the maps over `earlier` and the next span, `later`."""
 
     step: int
     earlier: Span
@@ -56,7 +56,7 @@ class Compose:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy rows of a rank's shard to rows of its halo, or the other way round."""
+    """Copy rows of a rank's shard to rows of its halo, or in backward from the halo to the shard."""
 
     step: int
     rows: range
@@ -71,7 +71,7 @@ Program = tuple[Action, ...]
 DATA = Channel(Link.DIRECT, Kind.DATA)
 """The channel of states, and of rows of shards."""
 GRADIENT = Channel(Link.DIRECT, Kind.GRADIENT)
-"""The channel of their gradients."""
+"""The channel of gradients."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Exchange:
         return "\n".join([title, *lines])
 
     def received(self, rank: int, **sizes: int) -> int:
-        """Return the bytes that a rank receives, by the sizes that `size_of` takes."""
+        """Return the bytes that a rank receives; sizes: arguments of `size_of`."""
         return sum(size_of(action, **sizes) for action in self.programs[rank] if isinstance(action, Recv))
 
 
 def size_of(message: Recv, *, state: int = 0, decay: int = 0, row: int = 0) -> int:
-    """Return the bytes of a message: of a state, and of A where the map has one, or of rows."""
+    """Return the bytes of a message: of a state and the A of its map, if any, or of rows."""
     if message.rows is not None:
         return row * sum(map(len, message.rows))
     return state + decay * (not Span.of(message.buffer).is_state)

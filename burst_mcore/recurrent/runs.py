@@ -1,7 +1,7 @@
-"""The runs of a kernel over the fragments of one rank, and the outputs of its shard that they make.
+"""The kernel calls over the fragments of one rank, and the outputs of its shard.
 
-Over a fragment a state S becomes A S + B. A fragment that begins its document runs from zero, before the
-scan; each other one runs behind the scan, from the state that it finds.
+A fragment is an affine map S -> A S + B of the state. The first fragment of a document is computed from zero,
+before the scan; the other fragments are computed after the scan, from the state that it returns.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from burst_mcore.recurrent.sequence import Own, Shards
 
 @dataclass
 class Runs:
-    """The runs of one call on this rank."""
+    """The kernel calls of one recurrence on this rank."""
 
     kernel: Recurrence
     tensors: Tensors
-    """Of this rank's tokens."""
+    """The tensors of this rank's tokens."""
     shards: Shards
     ran: dict[Own, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By fragment, the outputs of its run and the state behind it."""
+    """The outputs and the last state of each fragment."""
 
     def __post_init__(self) -> None:
-        own = self.shards.own
+        fragments = self.shards.own
         self.like = self.tensors[self.kernel.like]
         self.roots = *self.tensors, *self.kernel.parameters
-        self.begin = [each for each in own if each.fragment.begins]
+        self.begin = [each for each in fragments if each.fragment.begins]
         self.continued = [each for each in self.begin if each.last]
-        """The fragments that begin a document and do not end it."""
-        self.middle = [each for each in own if 0 < each.place < each.last]
-        self.end = [each for each in own if 0 < each.place == each.last]
+        """The fragments at the start of a document that another fragment continues."""
+        self.middle = [each for each in fragments if 0 < each.place < each.last]
+        self.end = [each for each in fragments if 0 < each.place == each.last]
 
     def from_zero(self) -> list[Tensor]:
-        """Run over the fragments that begin a document; return their outputs, on no tokens an empty one."""
+        """Compute the first fragments of documents; return their outputs, without tokens an empty output."""
         self.ran = {each: self._run(each, None) for each in self.begin}
         if self.shards.own:
             return [self.ran[each][0] for each in self.begin]
-        # All tensors stay in the graph: exchanges before this one await this rank's backward.
+        # All tensors stay in the graph: earlier exchanges wait for this rank in backward.
         total = torch.stack([x.sum().to(torch.float32) for x in self.roots]).sum()
         return [self.like + total.to(self.like.dtype)]
 
@@ -59,7 +59,7 @@ class Runs:
 
     @torch.no_grad()
     def maps(self) -> dict[Own, Map]:
-        """Return S -> A S + B of the fragments that are continued, without a graph: see `Passed`."""
+        """Return the maps S -> A S + B of fragments that another continues, without a graph: see `Passed`."""
         dtype = wide(self.like.dtype)
         maps = {each: Map(None, self.ran[each][1].detach().to(dtype)) for each in self.continued}
         for each in self.middle:
@@ -70,23 +70,23 @@ class Runs:
     def outputs(
         self, outs: list[Tensor], states: States, maps: dict[Own, Map], starts: dict[Own, Tensor]
     ) -> Tensor:
-        """Return the outputs of all fragments; outs: those from zero, starts: the states before the others.
+        """Return the outputs of all fragments; outs: from zero, starts: states before the other fragments.
 
-        The ends run behind `Passed`, so that its backward has the gradients of the states before them.
+        The last fragments run after `Passed`, whose backward needs the gradients of the states before them.
         """
         kept = Kept()
         before = self._from_states(states, starts, kept)
         passed = self._passed(outs, before, states, maps, starts, kept)
         if not self.shards.own:
-            return passed[0].clone()  # no view, which may not be written over
-        done = dict(zip((*self.middle, *self.end, *self.begin), passed, strict=True))
-        done |= {each: self._run(each, done[each].clone())[0] for each in self.end}
-        return torch.cat([done[each] for each in self.shards.own], self.kernel.dim)
+            return passed[0].clone()  # not a view, so that callers may write to it
+        outputs = dict(zip((*self.middle, *self.end, *self.begin), passed, strict=True))
+        outputs |= {each: self._run(each, outputs[each].clone())[0] for each in self.end}
+        return torch.cat([outputs[each] for each in self.shards.own], self.kernel.dim)
 
     def _from_states(self, states: States, starts: dict[Own, Tensor], kept: Kept) -> list[Tensor]:
-        """Run over the fragments in the middle, and return the states before them.
+        """Compute the middle fragments, and return the states before them.
 
-        To each is added a zero that needs a gradient, so that backward can ask for the state's.
+        Adding a zero that requires a gradient lets backward compute the gradients of these states.
         """
         zero = self.like.new_zeros((), dtype=states.dtype, requires_grad=states.gradients)
         before = [starts[each] + zero for each in self.middle]
@@ -103,7 +103,7 @@ class Runs:
         starts: dict[Own, Tensor],
         kept: Kept,
     ) -> tuple[Tensor, ...]:
-        """Return outputs of the middle, states before the ends, and outputs from zero, through `Passed`."""
+        """Return outputs of the middle, states before last fragments, and outputs from zero, by `Passed`."""
         passed = *(self.ran[each][0] for each in self.middle), *(starts[each] for each in self.end), *outs
         behind = [self.ran[each][1] for each in (*self.middle, *self.continued)]
         decays = [maps[each].decay for each in self.middle]
@@ -112,7 +112,7 @@ class Runs:
         return Passed.apply(of, decays, len(passed), *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def _run(self, each: Own, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a fragment's outputs and the state behind it, A S + B of the state S before it."""
+        """Return a fragment's outputs and its last state, A S + B of the initial state S."""
         return self.kernel.run(self._tokens(each), state)
 
     def _tokens(self, each: Own) -> Tensors:

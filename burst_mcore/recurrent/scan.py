@@ -1,9 +1,9 @@
 """Programs of the exclusive scan: each fragment of a chain gets the state before it.
 
-Three levels, each of which doubles its reach a step. Within a segment, which is fragments in a row on one
-node, fragment i gets the map over those before it. Between nodes, the last fragment of each segment gets the
-state before its segment. That state then goes to the other ranks of the segment, and is composed with the
-maps of the first level. A map that begins with the chain is a state alone: half the bytes of a map, or less.
+Three levels, each with a reach that doubles a step. Within a segment, consecutive fragments on one node,
+fragment i gets the map over the earlier fragments. Between nodes, the last fragment of each segment gets the
+state before its segment. This state then goes to the other ranks of the segment, and is composed with the
+maps of the first level. A map from the chain's start on is only a state: half the bytes of a map, or less.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burst_mcore.recurrent.programs import DATA, GRADIENT, Action, Compose, Exch
 def scan(
     layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *, backward: bool = False
 ) -> Exchange:
-    """Return the programs that give each fragment the state before it; `backward`: its gradient behind it.
+    """Return the programs of the scan of states; `backward`: of the gradients of last states.
 
     In backward the order of each chain is reversed: place 0 is the last fragment of the document.
     """
@@ -33,7 +33,7 @@ def scan(
 
 
 def scan_of(owners: Sequence[Sequence[int]], size: int, intra: int, *, backward: bool = False) -> Exchange:
-    """Return the programs of chains whose fragments lie on these ranks, in the order of the scan."""
+    """Return the programs of chains, given the ranks of their fragments in the order of the scan."""
     writer = _Writer(size, GRADIENT if backward else DATA)
     levels = [_Level(writer, chain, ranks, intra) for chain, ranks in enumerate(owners)]
     for run in (_Level.within, _Level.between, _Level.back):
@@ -44,23 +44,23 @@ def scan_of(owners: Sequence[Sequence[int]], size: int, intra: int, *, backward:
 
 
 class _Writer:
-    """Writes the programs of all ranks, and knows which spans each of them holds."""
+    """The writer of all ranks' programs; it tracks the spans that each rank holds."""
 
     def __init__(self, size: int, channel: Channel) -> None:
         self.channel, self.steps = channel, 0
         self._steps = [defaultdict[int, list[Action]](list) for _ in range(size)]
-        """The actions of each rank, by step."""
+        """The actions of each rank in each step."""
         self._holds: set[tuple[int, Span]] = set()
 
     def send(self, step: int, span: Span, source: int, target: int) -> None:
-        """Let a rank send a span to another, unless that one has it."""
+        """Add the message of a span, unless the target holds it."""
         if source != target and (target, span) not in self._holds:
             self._steps[source][step].append(Send(step, self.channel, str(span), target))
             self._steps[target][step].append(Recv(step, self.channel, str(span), source))
         self._holds.add((target, span))
 
     def compose(self, step: int, rank: int, earlier: Span, later: Span | None) -> Span:
-        """Let a rank make the map over both spans; return its span."""
+        """Add the composition of both spans on a rank; return the new span."""
         if later is None:
             return earlier
         action = Compose(step, earlier, later)
@@ -83,7 +83,7 @@ class _Writer:
 
 
 class _Level:
-    """One chain on its way through the levels of the scan.
+    """The levels of the scan of one chain.
 
     owners: the rank of each fragment, in the order of the scan.
     """
@@ -93,18 +93,18 @@ class _Level:
         nodes = groupby(range(len(owners)), key=lambda place: owners[place] // intra)
         self.segments = [list(places) for _, places in nodes]
         self.before: list[Span | None] = [None] * len(owners)
-        """The map over the fragments before each one, as far as they are known."""
+        """The map over the fragments before each fragment, so far."""
         self.totals: list[Span] = []
         """The map over each segment, at its last fragment."""
 
     def within(self, first: int) -> int:
-        """Give each fragment the map over those before it in its segment; return the next step."""
+        """Scan within each segment; return the next step."""
         steps = first
         for number, places in enumerate(self.segments):
-            own = [Span(self.chain, place, place + 1) for place in places]
-            wanted = number < len(self.segments) - 1
+            spans = [Span(self.chain, place, place + 1) for place in places]
+            wants_total = number < len(self.segments) - 1
             owners = [self.owners[place] for place in places]
-            before, totals, after = self._double(first, own, owners, wanted)
+            before, totals, after = self._double(first, spans, owners, wants_total)
             for place, span in zip(places, before, strict=True):
                 self.before[place] = span
             self.totals.append(totals)
@@ -112,13 +112,13 @@ class _Level:
         return steps
 
     def between(self, first: int) -> int:
-        """Give the last fragment of each segment the state before the segment."""
+        """Scan over segments: the last fragment of each gets the state before the segment."""
         owners = [self.owners[places[-1]] for places in self.segments]
         self.states, _, steps = self._double(first, self.totals, owners, False)
         return steps
 
     def back(self, first: int) -> int:
-        """Send the state before each segment to its other ranks, and compose it with what they have."""
+        """Send the state before each segment to its other ranks, and compose it with their maps."""
         steps = first
         for places, state in zip(self.segments, self.states, strict=True):
             if state is None:
@@ -140,16 +140,16 @@ class _Level:
     ) -> tuple[list[Span | None], Span, int]:
         """Scan over neighbouring spans: (the map before each, the map over all, the next step).
 
-        The map over all is made only if it is wanted, by the owner of the last span.
+        The owner of the last span computes the map over all, if `wants_total`.
         """
         before: list[Span | None] = [None] * len(own)
-        reached = list(own)  # the map up to and with each one, from as far as is known
+        reached = list(own)  # the map that ends with each span, over `reach` spans
         reach, step = 1, first
         while reach < len(own):
-            sent = [(to, reached[to - reach]) for to in range(reach, len(own))]
-            for to, span in sent:
+            messages = [(to, reached[to - reach]) for to in range(reach, len(own))]
+            for to, span in messages:
                 self.writer.send(step, span, owners[to - reach], owners[to])
-            for to, span in sent:
+            for to, span in messages:
                 before[to] = self.writer.compose(step, owners[to], span, before[to])
                 is_last = to == len(own) - 1
                 if to + 2 * reach < len(own) or (is_last and wants_total):

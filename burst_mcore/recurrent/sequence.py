@@ -1,4 +1,4 @@
-"""The sequence of which each rank has a shard, and how its ranks agree on an exchange."""
+"""A sharded sequence, and the agreement of its ranks on an exchange."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from burst_mcore.words import digest
 
 
 class Own(NamedTuple):
-    """A fragment of this rank, and its place in its chain: place 0 of chain -1 where it is alone."""
+    """A fragment of this rank, and its place in its chain; without a chain, place 0 of chain -1."""
 
     fragment: Fragment
     chain: int
@@ -37,19 +37,19 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """The sequence of one call, of which each rank of a topology has a shard.
+    """The sequence of one call, sharded over the ranks of a topology.
 
-    `ends` are cu_seqlens of its documents, the same on all ranks; () stands for one document. A state never
-    passes from one document to the next.
+    `ends` are cu_seqlens of its documents, the same on all ranks; () stands for one document. Each document
+    starts from a state of zero.
     """
 
     topology: Topology
     layout: Layout
     tokens: int
-    """Of the whole sequence."""
+    """Tokens of the whole sequence."""
     ends: Ends = ()
     max_ctas: int = 8
-    """Thread blocks of a GPU that NCCL may use for messages."""
+    """The thread blocks (CTAs) that NCCL may use for messages."""
 
     @property
     def own(self) -> tuple[Own, ...]:
@@ -61,7 +61,7 @@ class Shards:
         return scan(*self._sharded, backward=backward)
 
     def halo(self, reach: int) -> Exchange:
-        """Return the programs of a halo of so many rows."""
+        """Return the programs of a halo of `reach` rows."""
         return halo(*self._sharded, reach=reach)
 
     @property
@@ -69,21 +69,21 @@ class Shards:
         return self.layout, self.tokens, self.topology.size, self.topology.intra_size, self.ends
 
     def agreement(self, exchange: Callable[[], Exchange]) -> Agreement | None:
-        """Return the agreement of the ranks; None if no rank exchanges, so that none waits for another.
+        """Return the agreement of the ranks; None if no rank exchanges, so that no rank waits.
 
-        Where the exchange cannot be written, the others may have legal documents and wait in theirs.
+        If this rank's exchange is illegal, other ranks may have legal documents, and wait in their exchange.
         """
         try:
             exchanges = any(exchange().programs)
-        except Exception:  # raised anew by the call, which then tells the others
+        except Exception:  # the call raises it again, and tells the other ranks
             exchanges = True
         return agreement_of(self.topology) if exchanges else None
 
     @contextmanager
     def exchanging(self, signature: Signature) -> Iterator[Transport]:
-        """Agree with all ranks on an exchange and yield what carries its messages.
+        """Agree with all ranks on an exchange and yield the transport of its messages.
 
-        An exchange like an earlier one, of other documents perhaps, goes ahead of the agreement.
+        An exchange with a signature seen before goes ahead of the agreement, also with other documents.
 
         Raises:
             ValueError: the ranks make different calls.
@@ -114,15 +114,15 @@ class Shards:
 
 @contextmanager
 def behind_exchange(agreement: Agreement | None) -> Iterator[None]:
-    """Wrap what a call does behind its exchange: as in a ring, after an error no call may follow.
+    """Wrap the work of a call after its exchange: as in a ring, an error bars later calls.
 
-    The other ranks are in later calls by then, which look like the next ones of a rank that skips a batch.
+    The other ranks are in later calls by then, which could match the next calls of a rank that skips a batch.
     """
     stop: Exception | None = None
     with nullcontext() if agreement is None else agreement.ring():
         try:
             yield
-        except _StopRecomputationError as early:  # no error: a checkpoint has all that backward needs
+        except _StopRecomputationError as early:  # no error: the checkpoint has recomputed enough
             stop = early
     if stop is not None:
         raise stop
@@ -135,5 +135,5 @@ def _own(layout: Layout, tokens: int, size: int, _: int, ends: Ends, rank: int) 
         for number, chain in enumerate(chains(layout, tokens, size, ends))
         for place, fragment in enumerate(chain)
     }
-    own = (fragment for fragment in fragments(layout, tokens, size, ends) if fragment.rank == rank)
-    return tuple(Own(fragment, *places.get(fragment, (-1, 0, 0))) for fragment in own)
+    local = (fragment for fragment in fragments(layout, tokens, size, ends) if fragment.rank == rank)
+    return tuple(Own(fragment, *places.get(fragment, (-1, 0, 0))) for fragment in local)

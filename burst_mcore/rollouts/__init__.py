@@ -2,7 +2,7 @@
 
 folding   rollouts -> one row with its tree, labels and weights; statistics of tokens back to rollouts
 trees     the tree of a row: depths, padding, the mask of a layer
-columns   tree and weights as columns of a batch: what a forward of a prepared model makes of them
+columns   tree and weights as columns of a batch, for the forward of a prepared model
 megatron  a forward of a Megatron model over such a row
 """
 

@@ -1,4 +1,4 @@
-"""Tree and weights as columns of a batch, and what a forward of a prepared model makes of them."""
+"""Tree and weights as columns of a batch, for the forward of a prepared model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TREE, WEIGHTS, IGNORED = "tree", "label_weights", -100
 
 @dataclass(frozen=True)
 class Columns:
-    """What a forward's arguments had of these columns."""
+    """The columns in a forward's arguments."""
 
     tree: Tensor | None = None
     weights: Tensor | None = None
@@ -27,12 +27,12 @@ class Columns:
 
     @classmethod
     def taken(cls, arguments: dict[str, Any]) -> Columns:
-        """Return the columns, and take them out of the arguments: models do not know them."""
+        """Return the columns, removed from the arguments, since models do not accept them."""
         return cls(arguments.pop(TREE, None), arguments.pop(WEIGHTS, None))
 
     @property
     def number(self) -> int:
-        """A number, not negative, by which ranks compare their trees; 0 for none."""
+        """A digest >= 0 by which ranks compare their trees; 0 without a tree."""
         return 0 if self.tree is None else int(digest(torch.stack(nodes_of(self.tree)))[1:], 16)
 
     def loss(self, logits: Any, *_: Any, **options: Any) -> Tensor:
@@ -43,20 +43,20 @@ class Columns:
         return (losses * self.weights.reshape(-1)).sum().div(options["num_items_in_batch"])
 
     def why_not_served(self, model: nn.Module, *beside: tuple[str, object]) -> str | None:
-        """Return why a forward does not know the branches of the tree. beside: (name, is there) of others."""
+        """Return why a forward does not support a tree. beside: (name, whether present) of obstacles."""
         if self.tree is None:
             return None
         try:
             Mask.tree(*nodes_of(self.tree))
         except ValueError as error:
             return str(error)
-        there = [type(mixer).__name__ for mixer in mixers_of(model).values()]
+        obstacles = [type(mixer).__name__ for mixer in mixers_of(model).values()]
         chunks = any(getattr(getattr(m, "config", 0), "attention_chunk_size", 0) for m in model.modules())
-        there += [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
-        return f"{there[0]} does not know its branches: use rows apart" if there else None
+        obstacles += [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
+        return f"{obstacles[0]} does not know its branches: use rows apart" if obstacles else None
 
     def why_not_its_depths(self, positions: Tensor) -> str | None:
-        """Return why positions of a whole row, [1, tokens], are not those of the tree; None if they are."""
+        """Return why positions of a whole row, [1, tokens], differ from the tree's depths; None if equal."""
         if self.tree is None or torch.equal(positions, (places := depths(self.tree))[None]):
             return None
         return (

@@ -1,4 +1,4 @@
-"""A forward of a Megatron model over a row with a tree: attention of each layer, and rotary positions."""
+"""The forward of a Megatron model over a row with a tree: attention masks and rotary positions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from burst_mcore.rollouts.columns import TREE
 from burst_mcore.rollouts.trees import depths, tree_mask
 
 ROTARY = ("RotaryEmbedding", "YarnRotaryEmbedding")
-"""Classes whose forwards make one table, of places: a class of the user's own may make several."""
+"""Classes with a forward that returns one table, by position; a user's class may return several."""
 
 
 @contextmanager
 def in_tree(model: nn.Module | Sequence[nn.Module], packed_seq_params: Any, tree: Tensor) -> Iterator[None]:
-    """Let a model's forwards with these packed_seq_params see a tree. Backward may come later.
+    """Apply a tree to a model's forwards with these packed_seq_params. Backward may follow after the context.
 
     packed_seq_params are of the whole row as one document, padding included; the tree is padded, too. A model
     may be a list of its chunks.
 
     Raises:
-        ValueError: a module that does not know the branches of a tree; cu_seqlens that are not the row's.
+        ValueError: a module without support for trees; cu_seqlens that are not the row's.
     """
     places, ends = depths(tree), getattr(packed_seq_params, "cu_seqlens_q", None)
     modules = dict((model if isinstance(model, nn.Module) else nn.ModuleList(model)).named_modules())
@@ -50,13 +50,13 @@ def in_tree(model: nn.Module | Sequence[nn.Module], packed_seq_params: Any, tree
 
 
 def mask_of_call(packed_seq_params: Any, mask: Mask, window: Mask) -> Mask:
-    """Return the mask of a layer's call: `mask`, or that of its tree with the layer's window."""
+    """Return the mask of a layer's call: `mask`, or the mask of its tree with the layer's window."""
     of_tree = getattr(packed_seq_params, TREE, None)
     return mask if of_tree is None else of_tree(window)
 
 
 def _knows_branches(name: str, module: nn.Module) -> bool:
-    """Return whether a module works token by token, or takes the tree; latent attention rotates by itself."""
+    """Return whether a module supports trees: token by token, or attention with the tree's mask."""
     config, kind, slot = getattr(module, "config", None), type(module).__name__, name.rpartition(".")[2]
     if slot == "core_attention":
         return kind == "BurstCoreAttention" and "causal" in str(module.attn_mask_type)
@@ -67,6 +67,6 @@ def _knows_branches(name: str, module: nn.Module) -> bool:
 
 
 def _rotary(module: nn.Module) -> str | None:
-    """Return the class whose forward makes a rotary module's table, by name; None for other modules."""
+    """Return the name of the class with a rotary module's forward; None for other modules."""
     kinds = {kind.__name__: "forward" in vars(kind) for kind in type(module).__mro__}
     return next(filter(kinds.get, kinds)) if any("Rotary" in name for name in kinds) else None

@@ -32,11 +32,11 @@ def tree_mask(tree: Sequence[int] | Tensor, window: Mask | None = None) -> Mask:
 
     Args:
         tree: parents and lengths of the nodes.
-        window: the layer's, if it has one. It counts tokens along a rollout; `Mask.tree(...) & window`
-            counts them along the row.
+        window: the layer's window, if any. It counts tokens along a rollout; `Mask.tree(...) & window`
+            counts along the row.
 
     Raises:
-        ValueError: a tree that is not legal (see `Mask.tree`); another mask than a window.
+        ValueError: an illegal tree (see `Mask.tree`), or a mask that is not a window.
     """
     mask = Mask.tree(*nodes_of(tree))
     terms = () if window is None else getattr(window, "terms", (window,))
@@ -52,7 +52,7 @@ def depths(tree: Sequence[int] | Tensor) -> Tensor:
 
 
 def padded(tree: Tensor, more: int) -> Tensor:
-    """Return the tree with `more` tokens of padding behind it, which see themselves alone."""
+    """Return the tree with `more` tokens of padding at the end, a root of their own."""
     if not is_int(more) or more < 0:
         raise ValueError(f"padding of a tree is a number of tokens >= 0, got {more!r}")
     parents, lengths = nodes_of(tree)
@@ -67,7 +67,7 @@ def nodes_of(tree: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
     return tuple(table.view(2, -1))
 
 
-# Each is made once a batch: layers, forwards, recomputes and the loader's plan ask for equal trees.
+# Cached: layers, forwards, recomputes and the loader's plan of a batch have equal trees.
 @lru_cache(maxsize=8)
 def _depths(mask: Mask) -> Tensor:
     _, lengths, begins, first = _nodes(mask)
@@ -76,7 +76,7 @@ def _depths(mask: Mask) -> Tensor:
 
 
 def _nodes(mask: Mask) -> tuple[list[int], ...]:
-    """Return, of each node, its parent, its length, its first place in the row, and its first depth."""
+    """Return the parent, the length, the first place in the row, and the first depth of each node."""
     tree: Any = mask.terms[0]
     parents, lengths, first = tree.parents.tolist(), tree.ends.diff().tolist(), list[int]()
     for parent in parents:
@@ -86,7 +86,7 @@ def _nodes(mask: Mask) -> tuple[list[int], ...]:
 
 @lru_cache(maxsize=16)
 def _in_window(mask: Mask, left: int) -> Mask:
-    """Return a tree within a window: bands of each node and each run of its ancestors in reach.
+    """Return a tree within a window: a band for each node and interval of its ancestors in reach.
 
     A query at place i of the row sees a key of an ancestor at place j iff depth(i) - depth(j) <= left. With
     offset = place - depth, the same for all tokens of a node, that is j - i >= offset(j) - offset(i) - left.
@@ -97,12 +97,12 @@ def _in_window(mask: Mask, left: int) -> Mask:
     parents, lengths, begins, first = _nodes(mask)
     for node in range(len(parents)):
         runs: list[list[int]] = []
-        above, own = node, begins[node] - first[node]
+        above, offset = node, begins[node] - first[node]
         while above >= 0 and first[above] + lengths[above] > first[node] - left:
-            if runs and runs[-1][2] == begins[above + 1]:  # the child stands directly behind its parent
+            if runs and runs[-1][2] == begins[above + 1]:  # parent and child are adjacent in the row
                 runs[-1][2] = begins[above]
             else:
-                low = begins[above] - first[above] - own - left
+                low = begins[above] - first[above] - offset - left
                 runs.append([*begins[node : node + 2], *begins[above : above + 2], low, 0])
             above = parents[above]
         rows += runs

@@ -1,4 +1,4 @@
-"""The command `burst-mcore doctor`: a configuration of DeepSpeed or Megatron on a cluster, in words."""
+"""The command `burst-mcore doctor`: a report on a configuration of DeepSpeed or Megatron on a cluster."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from burst_plan.words import mask_of
 
 DEFAULT_LENGTH, DEFAULT_MODEL = "128K", "llama3-8b"
 HERE = "here"
-"""The device that this machine has, as a word beside the names of machines."""
+"""The name of this machine's device, in addition to the names of machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a command line asks besides a configuration and a model. Raises ValueError for illegal numbers."""
+    """Options of a command line, without configuration and model. Raises ValueError for illegal numbers."""
 
     seq: str | None
     world: int | None
     per_node: int | None
     machine: Machine | None
-    """Whose GPUs run it; None is this machine's device."""
+    """The machine of its GPUs; None: this machine's device."""
     rates: Rates | None
 
     def __post_init__(self) -> None:
@@ -58,13 +58,13 @@ class Asked:
 
 
 def checkup(config: Path | None, model: str | None, asked: Asked) -> Iterator[str]:
-    """Yield what a configuration will do, whether it fits, and what would be faster.
+    """Yield a report on a configuration: its behaviour, its memory, and faster plans.
 
     Args:
-        config: DeepSpeed's JSON; without it the arguments of Megatron in `model`, or no configuration at all.
+        config: DeepSpeed's JSON; without it Megatron's arguments in `model`, or no configuration at all.
 
     Raises:
-        ValueError: words that are not legal, or contradict each other; what `initialize` would refuse.
+        ValueError: illegal or contradictory options; also errors of `initialize`.
     """
     if config is not None:
         return chain(_of_json(config, model or DEFAULT_MODEL, asked), [installed()])
@@ -81,20 +81,20 @@ OPTIONAL = {
     "flash-attn 2 or 4": "flash_attn", "flash-attn 3": "flash_attn_interface", "Triton": "triton",
     "TransformerEngine": "transformer_engine", "apex's weight gradient": "fused_weight_gradient_mlp_cuda",
 }  # fmt: skip
-"""The modules of packages that change what runs; docs/frameworks/megatron.md says what."""
+"""The modules of optional packages that change the behaviour; docs/frameworks/megatron.md explains them."""
 
 
 def installed() -> str:
-    """Name the optional packages that this Python has, and the packages that it lacks, without an import."""
-    here = {name for name, module in OPTIONAL.items() if find_spec(module) is not None}
-    there, lacks = (
-        ", ".join(name for name in OPTIONAL if (name in here) == is_in) for is_in in (True, False)
+    """Return the optional packages that this Python has, and those that it lacks, without an import."""
+    names = {name for name, module in OPTIONAL.items() if find_spec(module) is not None}
+    present, absent = (
+        ", ".join(name for name in OPTIONAL if (name in names) == is_in) for is_in in (True, False)
     )
-    return f"packages here: {there or 'none'}; not here: {lacks or 'none'}"
+    return f"packages here: {present or 'none'}; not here: {absent or 'none'}"
 
 
 def _of_json(config: Path, model: str, asked: Asked) -> Iterator[str]:
-    """Yield what DeepSpeed's JSON will do; the part of the step's model where it knows all settings."""
+    """Yield the report on DeepSpeed's JSON, with the step's model if it supports all settings."""
     quiet()
     settings, length = config_dict(config), asked.length(_length_alone(model).get("seq"))
     sizes, family = _sizes(model)
@@ -111,14 +111,14 @@ def _of_json(config: Path, model: str, asked: Asked) -> Iterator[str]:
         way, attention = of_deepspeed(settings, world, sizes, length)
         place, unknown = _place(world, asked)
         micro = settings.get("train_micro_batch_size_per_gpu", 1)
-        batch = micro if isinstance(micro, int) else 1  # "auto" is the Trainer's to say
+        batch = micro if isinstance(micro, int) else 1  # the Trainer sets "auto"
         if batch > 1:
             unknown = "steps are predicted with a train_micro_batch_size_per_gpu of 1"
-        told = [*review(predicted(sizes, way, attention, length, place, mask, batch), attention, unknown)]
+        lines = [*review(predicted(sizes, way, attention, length, place, mask, batch), attention, unknown)]
     except NotPredictedError as error:
         size_of = "" if family else f" for {sizes.parameters / 1e9:.3g} billion parameters"
-        told = [f"memory of a rank, and its step: not predicted{size_of}: {error}"]
-    yield from told
+        lines = [f"memory of a rank, and its step: not predicted{size_of}: {error}"]
+    yield from lines
 
 
 def _of_model(model: str, asked: Asked) -> Iterator[str]:
@@ -143,7 +143,7 @@ def _of_model(model: str, asked: Asked) -> Iterator[str]:
 
 
 def _length_alone(model: str) -> Mapping[str, int]:
-    """Return the settings in the arguments of Megatron; only a length goes with DeepSpeed's JSON."""
+    """Return the settings in Megatron's arguments; with DeepSpeed's JSON only a length is legal."""
     settings = model_of(model)[1] if model.lstrip().startswith("--") else {}
     degrees = ", ".join(name.upper() for name in settings if name != "seq")
     if degrees:
@@ -152,13 +152,13 @@ def _length_alone(model: str) -> Mapping[str, int]:
 
 
 def _sizes(model: str) -> tuple[Model, str | None]:
-    """Return the sizes of a model, and why the step's model does not know its layers; None if it does.
+    """Return the sizes of a model, and the reason if the step's model does not support its layers, or None.
 
-    A folder is read by transformers, too, which says what is refused; no weight is loaded.
+    A folder is read by transformers, too, which reports what it does not support; no weight is loaded.
 
     Raises:
-        RefusedError: attention over shards cannot serve the model.
-        ValueError: there is no such model.
+        RefusedError: attention over shards does not support the model.
+        ValueError: an unknown model.
     """
     if model.lstrip().startswith("--") or (named(model) and not Path(model).is_dir()):
         return model_of(model)[0], None
@@ -185,10 +185,10 @@ def _sizes(model: str) -> tuple[Model, str | None]:
 
 
 def _place(world: int, asked: Asked) -> tuple[Cluster, str | None]:
-    """Return the cluster, and why its speed is not known; "here" is a cluster of this machine's devices.
+    """Return the cluster, and the reason if its speed is unknown; "here" has this machine's devices.
 
     Raises:
-        NotPredictedError: ranks that do not fill nodes.
+        NotPredictedError: ranks that do not fill whole nodes.
     """
     kind, per_node, unknown = asked.machine, asked.node(world), None
     if world > per_node and world % per_node:
@@ -201,6 +201,6 @@ def _place(world: int, asked: Asked) -> tuple[Cluster, str | None]:
         unknown = "no known GPU is here: name a machine by --device, such as h100, or describe it by --gpu"
         cuda = torch.cuda.is_available()
         rates = asked.rates or default_rates("cuda" if cuda else "cpu")
-        there = torch.cuda.get_device_properties(0).total_memory if cuda else math.inf
-        return Cluster(ranks=ranks, rates=rates, peak=math.inf, memory=there), unknown
+        memory = torch.cuda.get_device_properties(0).total_memory if cuda else math.inf
+        return Cluster(ranks=ranks, rates=rates, peak=math.inf, memory=memory), unknown
     return Cluster.of(kind, ranks, f"{kind.name} x {world}", asked.rates), None

@@ -1,4 +1,4 @@
-"""Reads the way of a step from a configuration: DeepSpeed's JSON, or Megatron's arguments."""
+"""Converts a configuration to a plan of a step: DeepSpeed's JSON, or Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MEGATRONS_OWN = BurstConfig(ring="flat", backward="kv")
 
 
 class NotPredictedError(ValueError):
-    """Says why a configuration has no predicted step."""
+    """The reason why a configuration has no predicted step."""
 
 
 def of_deepspeed(
     path: Path | Mapping[str, Any], world: int, model: Model, seq: int
 ) -> tuple[Way, BurstConfig]:
-    """Return the way over `world` ranks that DeepSpeed's JSON asks for, and the settings of attention.
+    """Return the plan over `world` ranks of DeepSpeed's JSON, and the settings of attention.
 
     Raises:
         SectionError, RefusedError: as `burst_mcore.deepspeed.initialize` would.
-        NotPredictedError: the planner does not know such settings.
+        NotPredictedError: the planner does not support such settings.
     """
     config = config_dict(path)
     section, settings = section_of(config), zero(config)
@@ -72,13 +72,13 @@ def _kept(asked: Checkpointing, model: Model, seq: int, cp: int) -> float:
 
 
 def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way, BurstConfig]:
-    """Return the way over `world` ranks that Megatron's arguments ask for, and the settings of attention.
+    """Return the plan over `world` ranks of Megatron's arguments, and the settings of attention.
 
-    degrees: "tp", "cp", "pp", "ep" and "batch", where they are given.
+    degrees: "tp", "cp", "pp", "ep" and "batch", if given.
 
     Raises:
-        ValueError: arguments that are not legal, or contradict each other.
-        NotPredictedError: the planner does not know such settings.
+        ValueError: illegal or contradictory arguments.
+        NotPredictedError: the planner does not support such settings.
     """
     a = _parsed(text)
     tp, cp, pp, ep = (degrees.get(name, 1) for name in ("tp", "cp", "pp", "ep"))
@@ -95,10 +95,10 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
     if a.window_size is not None or a.dataloader_inter_document_masking:
         raise NotPredictedError("doctor predicts causal attention: for windows and documents use plan --mask")
     if a.burst_recompute and a.recompute_granularity is None:
-        a.recompute_granularity = "full"  # as the launcher does
+        a.recompute_granularity = "full"  # as in the launcher
     policy = recompute_policy(a) if a.recompute_granularity else None
-    kept = policy.policy if isinstance(policy, Offload) else policy
-    share = kept.keep if isinstance(kept, Segment) else 1.0
+    rule = policy.policy if isinstance(policy, Offload) else policy
+    share = rule.keep if isinstance(rule, Segment) else 1.0
     if isinstance(share, str):
         raise NotPredictedError("--burst-recompute-keep auto is not predicted: give a share")
     words = {type(None): "none", Full: "full", KeepAttention: "attention", Segment: "segment"}
@@ -106,7 +106,7 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
         tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, micro=micro,
         chunks=a.num_virtual_stages_per_pipeline_rank or 1,
         zero=int(a.use_distributed_optimizer),
-        recompute=words[type(kept)],
+        recompute=words[type(rule)],
         keep=share,
         offload_activations=isinstance(policy, Offload),
         offload_optimizer=a.optimizer_cpu_offload,
@@ -116,7 +116,7 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
 
 
 def _parsed(text: str) -> argparse.Namespace:
-    """Return the arguments of a run that decide its time and its memory, besides sizes and degrees."""
+    """Return the arguments of a run that determine time and memory, without sizes and degrees."""
     parser = add_arguments(ArgumentParser(add_help=False, allow_abbrev=False))
     for flag in ("use-distributed-optimizer", "optimizer-cpu-offload", "dataloader-inter-document-masking"):
         parser.add_argument(f"--{flag}", action="store_true")

@@ -1,4 +1,4 @@
-"""Reviews a way that a user has configured: how fast it is, whether it fits, and what would be faster."""
+"""Reviews the plan of a user's configuration: its speed, its memory, and faster plans."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from burst_plan.step.way import Way, why_not
 
 
 def review(step: PredictedStep, config: BurstConfig, unknown: str | None = None) -> Iterator[str]:
-    """Yield lines on a configured step: its speed, its memory, and the best way of the same framework.
+    """Yield lines on a configured step: its speed, its memory, and the best plan of the same framework.
 
-    unknown: why its speed is not predicted; then memory is all that is told.
+    unknown: why its speed is not predicted; then only memory is reported.
     """
     if unknown is not None:
         yield memory(step)
@@ -32,35 +32,35 @@ def review(step: PredictedStep, config: BurstConfig, unknown: str | None = None)
         f"{short(step.tokens_per_second, 4)} tokens/s/GPU, MFU {step.mfu:.0%}; {waits(step)}"
     )
     yield f"speed: {step.errors}"
-    own = step.way.framework == "megatron" and config == MEGATRONS_OWN
-    yield f"attention: {step.attention}" + " (taken for Megatron's own, p2p)" * own
+    megatrons = step.way.framework == "megatron" and config == MEGATRONS_OWN
+    yield f"attention: {step.attention}" + " (taken for Megatron's own, p2p)" * megatrons
     yield memory(step) + ("" if step.fits else f"; {_longest(step)}")
     yield from (f"note: {note}" for note in of_windows(step))
     yield from _better(step)
 
 
 def memory(step: PredictedStep) -> str:
-    """Say what a rank needs, by kind, and whether it fits a GPU of known memory."""
+    """Return a rank's memory by kind, and whether it fits a GPU of known memory."""
     place, parts = step.place, ", ".join(f"{name} {short(n / 1e9)}" for name, n in step.memory.items())
-    there = (
+    limit = (
         f"; there are {short(place.memory / 1e9)} GB, {short(place.usable / 1e9)} of them for tensors: "
         f"{'it fits' if step.fits else 'it does not fit'}"
     )
     return (
         f"memory of a rank: about {short(total(step.memory) / 1e9)} GB ({parts}), for "
         f"{short(step.model.parameters / 1e9)} billion parameters"
-    ) + there * math.isfinite(place.memory)
+    ) + limit * math.isfinite(place.memory)
 
 
 def _longest(step: PredictedStep) -> str:
-    """Say how long a sequence fits in the same way."""
+    """Return a note on the longest sequence that fits under the same plan."""
     for seq, _ in lengths(step.model, step.place, [step.way]).values():
         return f"{seq} tokens would"
     return "nor would a shorter sequence"
 
 
 def _better(step: PredictedStep) -> Iterator[str]:
-    """Yield what to write instead, where that is faster or fits."""
+    """Yield the settings of a plan that is faster or fits, if there is one."""
     way, place = step.way, step.place
     answer = search(
         step.model, step.seq, way.dp * way.micro, place, mask=step.mask, frameworks=(way.framework,)
@@ -82,14 +82,14 @@ def predicted(
     model: Model, way: Way, config: BurstConfig, seq: int, place: Cluster,
     mask: str = "causal", batch: int = 1,
 ) -> PredictedStep:  # fmt: skip
-    """Return the step of a configured way.
+    """Return the step of a configured plan.
 
     Args:
         config: the settings of its attention.
-        batch: sequences of a micro-batch: `batch` of them take the bytes of one that is as long.
+        batch: sequences of a micro-batch: they take the bytes of one sequence of their total length.
 
     Raises:
-        NotPredictedError: the planner does not know such a way.
+        NotPredictedError: the planner does not support such a plan.
     """
     reason = why_not(way, model, seq, place.ranks)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Predicts in words what attention of a DeepSpeed configuration will do: groups, kernel, bytes, recompute."""
+"""Predicts the attention of a DeepSpeed configuration, as text: groups, kernel, bytes, recompute."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def examine(
     rates: Rates | None,
     mask: Mask,
 ) -> Iterator[str]:
-    """Return lines that describe the configuration at `path` on `world` ranks, `per_node` of them a node.
+    """Return lines on the configuration at `path` on `world` ranks, `per_node` of them a node.
 
     Bytes and times are the cost model's, for rates of this kind of device.
 
     Args:
-        machine: Whose GPUs run it; None is this machine's device.
-        rates: In place of those of the machine.
+        machine: The machine of its GPUs; None is this machine's device.
+        rates: Instead of the machine's.
         mask: Of all layers.
 
     Raises:
         SectionError, RefusedError: what `initialize` would raise of the configuration.
-        ValueError: no kernel, or no way over the ranks, serves it.
+        ValueError: no kernel, or no candidate over the ranks, supports it.
     """
     refuse_versions()
     config = config_dict(path)
@@ -94,8 +94,8 @@ def examine(
         order = ", ".join(preferred(machine.capability, dtype))
         yield f"kernel on {machine.name}, {of_device}: the first installed that serves, of {order}"
     else:
-        asked = f"{section.attention.kernel}, as the section asks (not checked here)"
-        yield f"kernel on {machine.name}, {of_device}: {asked}"
+        kernel_words = f"{section.attention.kernel}, as the section asks (not checked here)"
+        yield f"kernel on {machine.name}, {of_device}: {kernel_words}"
     shard = Shard(
         batch=micro, tokens=padded // size, heads=model.heads, kv_heads=model.kv_heads, dtype=dtype,
         head_dim=model.head_dim, value_dim=model.value_dim, grad_dtype=section.attention.grad_dtype,
@@ -105,7 +105,7 @@ def examine(
         ways = tried(section.attention, question)
         chosen = taken(section.attention, question)
         steps = config.get("gradient_accumulation_steps", 1)
-        times = model.attending * (steps if isinstance(steps, int) else 1)  # "auto" is the Trainer's to say
+        times = model.attending * (steps if isinstance(steps, int) else 1)  # the Trainer sets "auto"
         yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, ways)}"
         yield (
             f"bytes of attention a step and rank, {model.attending} layers: "
@@ -122,7 +122,7 @@ def examine(
 
 
 def quiet() -> None:
-    """Name DeepSpeed the CPU where there is no GPU; else it says at length that it looks for one."""
+    """Set DeepSpeed's accelerator to CPU on a machine without GPU; else it prints its long search for one."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -130,7 +130,7 @@ def quiet() -> None:
 def recomputed(
     asked: Checkpointing, layout: Layout, layers: int, seq: int, shard: Shard, size: int, mask: Mask
 ) -> str:
-    """Say which attention checkpointed layers keep, and which share they compute again.
+    """Return a note on the attention that checkpointed layers keep, and the share that they recompute.
 
     One micro-batch is in flight.
     """
@@ -142,12 +142,12 @@ def recomputed(
         assert asked.memory_gb is not None
         keep, at_most = min(1.0, asked.memory_gb * 1e9 / (layers * whole)), True
     cut = cut_for(keep, layout, mask, seq, size, at_most=at_most)
-    kept = f"the last {cut.keep:.3g} of the sequence" if cut.position else "the whole sequence"
+    suffix = f"the last {cut.keep:.3g} of the sequence" if cut.position else "the whole sequence"
     moved = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
     where = ", in pinned host memory" if asked.offload else ""
     layer = cut.keep * whole
     return (
-        f"{asked.policy}: O and LSE of {kept}{moved} are kept, on average {layer / 1e6:.3g} MB a layer and "
+        f"{asked.policy}: O and LSE of {suffix}{moved} are kept, on average {layer / 1e6:.3g} MB a layer and "
         f"rank, {layer * layers / 1e9:.3g} GB in all{where}; {cut.time:.0%} of attention's forward is "
         f"computed again"
     )

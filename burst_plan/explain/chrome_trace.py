@@ -10,7 +10,7 @@ from burst_plan.simulate.trace import Event
 
 
 def chrome_trace(runs: Mapping[str, Sequence[Event]]) -> str:
-    """Return the runs side by side as Chrome trace JSON, for chrome://tracing and ui.perfetto.dev.
+    """Return timelines side by side as Chrome trace JSON, for chrome://tracing and ui.perfetto.dev.
 
     A process for each rank of each run, a thread for each lane.
     """

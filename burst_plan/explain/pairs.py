@@ -28,13 +28,13 @@ def pairs_at(plan: Plan, pass_: Pass) -> Tensor:
 
 
 def unevenness(plan: Plan, pass_: Pass) -> float:
-    """Return the pairs of the busiest ring rank in a pass over the mean; 1.0 is even."""
+    """Return the busiest ring rank's pairs in a pass over the mean: 1.0 is balanced."""
     pairs = pairs_at(plan, pass_)
     return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
 
 
 def _kind_of(tile: Tile) -> str:
-    """Return one of KINDS."""
+    """Return the kind of a tile, one of `KINDS`."""
     if tile.pattern.masked:
         return "packed" if tile.pattern.packed else "masked"
     if tile.pattern.full:

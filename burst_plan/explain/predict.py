@@ -34,12 +34,12 @@ MOST_RANKS = 16384
 
 
 def cluster(text: str, described: str | None = None) -> tuple[Ranks, Machine | None]:
-    """Return the ranks of a cluster, and its machine if it is named: M x L, such as 4x8 or a800:4x8.
+    """Return the ranks of a cluster, and its machine if it has a name: M x L, such as 4x8 or a800:4x8.
 
-    described: a machine in the words of `burst_plan.words.gpu`.
+    described: a machine in the syntax of `burst_plan.words.gpu`.
 
     Raises:
-        ValueError: other words, too many ranks, an unknown machine, or two machines.
+        ValueError: another text, too many ranks, an unknown machine, or two machines.
     """
     match = re.fullmatch(r"(?:([\w -]+):)?(\d{1,9})x(\d{1,9})", text)
     if match is None or 0 in (int(match[2]), int(match[3])):
@@ -57,10 +57,10 @@ def cluster(text: str, described: str | None = None) -> tuple[Ranks, Machine | N
 
 
 def layout_of(text: str, problem: LayerProblem, ranks: Ranks) -> Layout:
-    """Return a layout from its word; "auto" balances the mask, "zigzag-documents" follows its documents.
+    """Return a layout by its name; "auto" balances the mask, "zigzag-documents" follows its documents.
 
     Raises:
-        ValueError: an unknown word, or a layout that does not go with the mask, the sequence or the ranks.
+        ValueError: an unknown name, or a layout that does not go with the mask, the sequence or the ranks.
     """
     if text == "auto":
         return Layout.for_mask(problem.seen, problem.seq, ranks.size)
@@ -76,7 +76,7 @@ def layout_of(text: str, problem: LayerProblem, ranks: Ranks) -> Layout:
 
 
 def question_of(problem: LayerProblem, ranks: Ranks, rates: Rates, layout: Layout) -> Question:
-    """Return what the cost model is asked. Raises ValueError if the sequence cannot be sharded."""
+    """Return the question for the cost model. Raises ValueError if the sequence cannot be sharded."""
     shard = Shard(
         batch=problem.batch,
         tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
@@ -99,10 +99,10 @@ def explain(
     *,
     layout: str = "zigzag",
 ) -> str:
-    """Return a table of all ways with simulated costs, and the ways that the rule takes, with their regret.
+    """Return a table of all candidates with simulated costs, and the rule's candidates with their regret.
 
     Args:
-        config: the settings that are given; heads may be shared besides.
+        config: the given settings; heads may also be shared.
 
     Raises:
         ValueError: as `layout_of`.
@@ -110,19 +110,19 @@ def explain(
     question = question_of(problem, ranks, rates, layout_of(layout, problem, ranks))
     of_kind = question.typical
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
-    found = costed(config, of_kind, tuple(degrees))
+    options = costed(config, of_kind, tuple(degrees))
     auto = replace(config, head_parallel="auto")
-    own = [each for each in found if config.head_parallel in ("auto", each.route.heads)]
-    words: dict[str, Sequence[Candidate]] = {"default": own, "auto": found}
-    chosen = {"default": taken(config, of_kind, found), "auto": taken(auto, of_kind, found)}
-    if best(found).seconds * AS_FAST < chosen["auto"].seconds:
-        words["by name"], chosen["by name"] = found, best(found)
-    told = (
+    default = [each for each in options if config.head_parallel in ("auto", each.route.heads)]
+    words: dict[str, Sequence[Candidate]] = {"default": default, "auto": options}
+    chosen = {"default": taken(config, of_kind, options), "auto": taken(auto, of_kind, options)}
+    if best(options).seconds * AS_FAST < chosen["auto"].seconds:
+        words["by name"], chosen["by name"] = options, best(options)
+    notes = (
         f"{word + ':':9}{_settings(c)} ({c.route}): {c.seconds * 1e3:.4g} ms; {reason(c, words[word])}\n"
         for word, c in chosen.items()
     )
-    regret = chosen["auto"].seconds / min(each.seconds for each in found) - 1
-    ways = {_way(each): each for each in (*found, *chosen.values())}.values()  # the turns that are taken
+    regret = chosen["auto"].seconds / min(each.seconds for each in options) - 1
+    ways = {_way(each): each for each in (*options, *chosen.values())}.values()  # those that run
     ordered = sorted(ways, key=lambda each: (each.seconds, _way(each) != _way(chosen["auto"])))
     shown = table([_row(c, chosen) for c in ordered], LESS, floatfmt=".4g")
     route, direction = chosen["auto"].route, chosen["auto"].direction
@@ -131,7 +131,7 @@ def explain(
     ends = of_kind.mask.document_ends
     kind = "documents count as {} tokens on average, for any batch of this kind\n"
     return (
-        f"{shown}\n\n{''.join(told)}"
+        f"{shown}\n\n{''.join(notes)}"
         f'regret: the rule\'s way by "auto" takes {max(0.0, regret):.1%} longer than the fastest simulated\n'
         f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{'' if ends is None else kind.format(int(ends[-1]) // (len(ends) - 1))}"
@@ -142,12 +142,12 @@ def explain(
 
 
 def _way(candidate: Candidate) -> tuple[object, ...]:
-    """Return what tells ways apart, whichever way round a ring goes."""
+    """Return the key of a candidate, equal for both ring directions."""
     return candidate.ring, candidate.direction, replace(candidate.route, mirrored=False)
 
 
 def _settings(chosen: Candidate) -> str:
-    """Return the settings that ask for a way, ready to paste."""
+    """Return the settings of a candidate, ready to paste."""
     placement = "outer" if chosen.route.outer else "inner"
     return to_paste(chosen.ring, chosen.route.heads, placement, chosen.direction.value)
 
@@ -156,7 +156,7 @@ LESS = (
     "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "forward ms",
     "backward ms",
 )  # fmt: skip
-"""Columns that a narrow terminal does not show, the first first."""
+"""Columns that a narrow terminal leaves out, in this order."""
 
 
 def _row(candidate: Candidate, chosen: Mapping[str, Candidate]) -> dict[str, Any]:
@@ -185,9 +185,9 @@ class Drawing:
     timeline: Timeline
     plan: Plan
     why: str
-    """Why this way round, or this ring, and no other."""
+    """Why this ring direction, or this ring, was chosen."""
     sent: Mapping[Link, tuple[int, int]]
-    """Bytes that all ranks send in the pass, by link ("intra", "inter"): here, and if all read every row."""
+    """Bytes that all ranks send in the pass, by link ("intra", "inter"); then if each rank read all rows."""
 
 
 def draw(
@@ -198,17 +198,17 @@ def draw(
     pass_: Pass,
     layout: str = "zigzag",
 ) -> Drawing:
-    """Return the schedule of a pass, and when every rank does what.
+    """Return the schedule of a pass, and its predicted timeline.
 
-    The way is the one that a call with these settings takes: the best ring for "auto", and of a ring the
-    better way round.
+    The candidate is that of a call with these settings: the best ring for "auto", and the better direction
+    of a ring.
 
     Raises:
-        ValueError: ranks cannot share the heads so, or as `layout_of`.
+        ValueError: ranks cannot share the heads in this way, or as `layout_of`.
     """
     sharded = layout_of(layout, problem, ranks)
     question = question_of(problem, ranks, rates, sharded)
-    backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as trace_pass has it
+    backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as in trace_pass
     config, shard = replace(config, backward=backward), question.shard
     ways = candidates(question.typical, settings_of(config, question))
     chosen = taken(config, question.typical)
@@ -219,25 +219,25 @@ def draw(
     seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action
     drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
     verify(drawn, ranks.intra)
-    sent, dense = (_sent(each, sizes, ranks.intra) for each in (drawn, schedule(route, pass_)))
+    volumes, dense = (_sent(each, sizes, ranks.intra) for each in (drawn, schedule(route, pass_)))
     timeline = play(drawn, sizes, seconds, ranks.intra, rates)
-    both = {link: (sent[link], dense[link]) for link in sent}
+    both = {link: (volumes[link], dense[link]) for link in volumes}
     return Drawing(drawn, timeline, plan, reason(chosen, ways), both)
 
 
 def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> str:
-    """Return the scan of a delta rule's states over the documents of a mask, as a grid, and its bytes."""
+    """Return the scan of a delta rule's states over a mask's documents, as a grid, and its bytes."""
     sharded, ends = layout_of(layout, problem, ranks), problem.seen.document_ends
     documents = () if ends is None else tuple(ends.tolist())
     where, backward = (problem.seq, ranks.size, ranks.intra, documents), pass_ != Pass.FORWARD
     exchange = scan(sharded, *where, backward=backward)
     state = 4 * problem.heads * problem.head_dim**2
-    most = max(exchange.received(rank, state=state, decay=state) for rank in range(ranks.size))
-    return f"{cut(str(exchange))}\n\na state has {_short(state)}; the busiest rank receives {_short(most)}"
+    maximum = max(exchange.received(rank, state=state, decay=state) for rank in range(ranks.size))
+    return f"{cut(str(exchange))}\n\na state has {_short(state)}; the busiest rank receives {_short(maximum)}"
 
 
 def exposed(drawing: Drawing, most: int = 5) -> str:
-    """Say where communication is exposed: the longest waits of the rank that ends last."""
+    """Describe exposed communication: the longest waits of the last rank to end."""
     waits, seconds = drawing.timeline.exposed(), drawing.timeline.seconds
     if not waits:
         return "exposed: nothing: the rank that ends last never waits for a message"
@@ -259,22 +259,22 @@ def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
 
 
 def summary(drawing: Drawing) -> str:
-    """Say how even the work is, and which rows rotate, beside a ring in which every rank reads all rows."""
+    """Describe the balance of the work, and the rotating rows against a ring in which each rank reads all."""
     plan, of_queries = drawing.plan, drawing.schedule.queries_rotate
     keys, queries = (unevenness(plan, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY))
     read = plan.reading(of_queries=of_queries).elsewhere
     whole = max(1, plan.rows * plan.size * (plan.size - 1))
     sizes = drawing.sent.items()
-    sent = ", ".join(f"{link} {_short(size)} of {_short(dense)}" for link, (size, dense) in sizes if dense)
+    volumes = ", ".join(f"{link} {_short(size)} of {_short(dense)}" for link, (size, dense) in sizes if dense)
     return (
         f"layout: {plan.layout}\n"
         f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys rotate {keys:.3f}, "
         f"where queries rotate {queries:.3f})\n"
         f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
-        f"sent:   {sent or 'nothing'}"
+        f"sent:   {volumes or 'nothing'}"
     )
 
 
 def _short(size: int) -> str:
-    """Bytes as people read them."""
+    """Return bytes for people to read."""
     return f"{size / 1e9:.4g} GB" if size >= 1e9 else f"{size / 1e6:.4g} MB"

@@ -16,12 +16,12 @@ from burst_plan.words import mask_of, shortened
 
 DTYPES = TRAINED
 MOST_HEADS = 2**16
-"""The least that must be sent is sought head by head."""
+"""Most heads: the least traffic is computed head by head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProblem:
-    """One attention layer over the whole sequence. Raises ValueError where a field is not legal."""
+    """An attention layer over the whole sequence. Raises ValueError for an illegal field."""
 
     seq: int
     """Tokens in the global sequence."""
@@ -30,12 +30,12 @@ class LayerProblem:
     head_dim: int
     batch: int = 1
     mask: str = "causal"
-    """In the words of `burst_plan.words`."""
+    """In the syntax of `burst_plan.words`."""
     dtype: str = "float32"
     value_dim: int | None = None
-    """The size of a head of V; None: that of Q and K."""
+    """The size of a head of V; None: as of Q and K."""
     latent: tuple[int, int] | None = None
-    """Multi-latent attention: the widths of the latent and of the rope key, which rotate for K and V."""
+    """Multi-latent attention: widths of the latent and of the rope key, which rotate instead of K and V."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -61,7 +61,7 @@ class LayerProblem:
 
     @property
     def seen(self) -> Mask:
-        """What may attend to what: the mask over the whole sequence."""
+        """The mask over the whole sequence."""
         return mask_of(self.mask, self.seq)
 
     @property
@@ -71,12 +71,12 @@ class LayerProblem:
 
     @property
     def on_kernel(self) -> KernelProblem:
-        """What the kernel of this machine's CPU is asked to serve."""
+        """The problem for the kernel of this machine's CPU."""
         dtype = DTYPES[self.dtype]
         return KernelProblem("cpu", dtype, self.heads, self.kv_heads, self.head_dim, self.of_values)
 
     def shortened(self, seq: int) -> LayerProblem:
-        """Return the same over `seq` tokens, the lengths in its mask in proportion."""
+        """Return the same problem over `seq` tokens, with lengths of its mask in proportion."""
         return replace(self, seq=seq, mask=shortened(self.mask, self.seq, seq))
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -95,7 +95,7 @@ def latent_of(text: str) -> tuple[int, int]:
     """Return the widths of a latent and its rope key, such as 512+64.
 
     Raises:
-        ValueError: other words.
+        ValueError: another text.
     """
     if (widths := re.fullmatch(r"(0*[1-9]\d*)\+(0*[1-9]\d*)", text)) is None:
         raise ValueError(f"a latent is its width + that of the rope key, such as 512+64, got {text!r}")

@@ -54,10 +54,10 @@ class _Rank:
     reads: dict[int, Rows | None]
     """The rows of each source that the rank must compute with."""
     readers: frozenset[int]
-    """The ring ranks that read its own block."""
+    """The ring ranks that read its home block."""
     members: frozenset[int]
     sources: frozenset[int]
-    """The ring ranks whose blocks its rows must meet."""
+    """The ring ranks whose blocks have allowed pairs with its rows."""
     executed: int = 0
     holds: dict[str, Token] = field(default_factory=dict)
     sending: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
@@ -67,10 +67,10 @@ class _Rank:
     computed: list[tuple[int, int]] = field(default_factory=list)
     """(source, part)."""
     attended: str = HOME
-    """The buffer of the block that was computed last."""
+    """The buffer of the last computed block."""
     unpacked: list[tuple[Kind, int]] = field(default_factory=list)
     batch: list[Posted] = field(default_factory=list)
-    """Messages of the hop that is being posted."""
+    """Messages of the ring step that is being posted."""
 
     def fail(self, words: str) -> ValueError:
         return ValueError(f"rank {self.number}: {words}")
@@ -95,7 +95,7 @@ class _Rank:
             raise self.fail(f"{buffer} is touched while a message arrives in it")
 
     def has(self, kind: Kind) -> set[int]:
-        """Return the members whose share of a kind is in place; all, if none comes through the head group."""
+        """Return the members whose share of a kind has arrived; all members without a head group."""
         comes = kind in self._coming
         return {member for other, member in self.unpacked if other == kind} if comes else set(self.members)
 
@@ -120,23 +120,23 @@ class _Batch:
 
 
 class _Network:
-    """Batches of messages on their way, by communicator."""
+    """Batches of messages in flight, by communicator."""
 
     def __init__(self, schedule: Schedule, intra_size: int) -> None:
         self._route, self._intra = schedule.route, intra_size
         self.queues: dict[tuple[int, Communicator], deque[_Batch]] = defaultdict(deque)
         self._posted: Counter[tuple[Communicator, int, int, bool]] = Counter()
         self._ready: dict[Wire, _Batch] = {}
-        """Messages of which one end is at the head of its queue."""
+        """Messages with one end at the head of its queue."""
         self._woken: list[_Rank] = []
 
     def post(self, rank: _Rank, batch: Sequence[Posted]) -> None:
-        """Start the messages of a hop."""
+        """Start the messages of a ring step."""
         channel = batch[0][0].channel
         communicator = communicator_of(channel, rank.number, self._route, self._intra)
         queue = self.queues[rank.number, communicator]
-        left = {self._wire(communicator, rank, action): (action, token) for action, token in batch}
-        queue.append(_Batch(rank, channel, queue, left))
+        pending = {self._wire(communicator, rank, action): (action, token) for action, token in batch}
+        queue.append(_Batch(rank, channel, queue, pending))
         rank.open[channel] += 1
         if len(queue) == 1:
             self._come_to_head(queue[0])
@@ -149,18 +149,18 @@ class _Network:
         return communicator, *ends, count
 
     def _come_to_head(self, batch: _Batch) -> None:
-        """Complete all messages whose other end is there, and then those that become possible."""
+        """Complete all messages whose other end is at the head, and then messages that become possible."""
         heads = [batch]
         while heads:
-            batch, met = heads.pop(), []
+            batch, partners = heads.pop(), []
             for wire in list(batch.left):
                 other = self._ready.pop(wire, None)
                 if other is None:
                     self._ready[wire] = batch
                 else:
                     _deliver(batch.left.pop(wire), other.left.pop(wire), batch.rank, other.rank)
-                    met.append(other)
-            for posted in (batch, *met):
+                    partners.append(other)
+            for posted in (batch, *partners):
                 if not posted.left and posted.queue and posted.queue[0] is posted:
                     posted.queue.popleft()
                     posted.rank.open[posted.channel] -= 1
@@ -168,7 +168,7 @@ class _Network:
                     heads += list(posted.queue)[:1]
 
     def tick(self) -> list[_Rank] | None:
-        """Return the ranks of which a batch was completed since the last call."""
+        """Return the ranks with a completed batch since the last call."""
         woken, self._woken = self._woken, []
         return woken or None
 
@@ -189,7 +189,7 @@ def _deliver(first: Posted, second: Posted, first_rank: _Rank, second_rank: _Ran
 
 
 def verify(schedule: Schedule, intra_size: int | None = None) -> None:
-    """Check that every rank computes each block that it must read once, in any order of messages.
+    """Check that every rank computes each block that it reads exactly once, in any order of messages.
 
     Args:
         schedule: the programs of all ranks.
@@ -223,7 +223,7 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
 
 
 def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
-    """Describe for what each rank waits, and which batches are at the head of its queues."""
+    """Describe the messages that each rank waits for, and the batches at the heads of its queues."""
     heads = defaultdict(list)
     for (number, (link, kind, _)), queue in network.queues.items():
         if queue:
@@ -244,9 +244,9 @@ def _reads(schedule: Schedule, ring_rank: int) -> dict[int, Rows | None]:
 
 
 def _sources(schedule: Schedule, ring_rank: int) -> frozenset[int]:
-    """Return the ring ranks whose blocks the rows of a ring rank meet.
+    """Return the ring ranks whose blocks have allowed pairs with the rows of a ring rank.
 
-    The own block always counts: it is computed even where nothing meets.
+    The home block always counts: it is computed even without allowed pairs.
     """
     sources, plan = range(schedule.route.ring_size), schedule.plan
     if plan is None:
@@ -272,7 +272,7 @@ def _check_end(rank: _Rank) -> None:
 
 
 def _check_sum(rank: _Rank) -> None:
-    """Check that the buffers at home have every reader's share of the gradient, once."""
+    """Check that the home buffers have every reader's share of the gradient, once."""
     tokens = [rank.read(buffer) for buffer in at_home(rank.program)]
     shares = sorted(reader for token in tokens for reader in token[2])
     if shares != sorted(rank.readers) or {token[:2] for token in tokens} - {(Kind.GRADIENT, rank.ring_rank)}:
@@ -280,7 +280,7 @@ def _check_sum(rank: _Rank) -> None:
 
 
 def _cover(present: Rows | None, rows: Rows | None) -> bool:
-    """Return whether the rows that are present include `rows`."""
+    """Return whether the present rows include `rows`."""
     if present is None or rows == ():
         return True
     return rows is not None and union([*present, *rows]) == union(list(present))
@@ -309,7 +309,7 @@ def _execute(network: _Network, rank: _Rank, action: Action) -> bool:
 
 
 def _post(rank: _Rank, action: Send | Recv, network: _Network) -> None:
-    """Take note of a message; with the last of its hop, post them all."""
+    """Record a message; with the last message of its ring step, post all of them."""
     token: Token | None = None
     if isinstance(action, Recv):
         rank.write(action.buffer, None)
@@ -329,7 +329,7 @@ def _post(rank: _Rank, action: Send | Recv, network: _Network) -> None:
 
 
 def _complete(rank: _Rank, channel: Channel) -> bool:
-    """Finish all that `rank` started on `channel`, if it has come through."""
+    """Complete all that `rank` started on `channel`, if it has arrived."""
     if rank.open[channel]:
         return False
     rank.receiving[channel], rank.sending[channel] = [], []
@@ -360,7 +360,7 @@ def _accumulate(rank: _Rank, action: Accumulate) -> None:
     last = rank.computed[-len(rank.members) :]
     if source != action.source or rank.ring_rank in shares or {s for s, _ in last} != {source}:
         raise rank.fail(f"gradient of {action.source} added to that of {source}: {shares}")
-    if rank.read(rank.attended)[:2] != (Kind.DATA, source):  # kernels that add to the sum read it only now
+    if rank.read(rank.attended)[:2] != (Kind.DATA, source):  # kernels that accumulate read it only now
         raise rank.fail(f"{rank.attended} is lost before the gradient of {source} is added")
     if not _cover(action.rows, rows) or not _cover(action.rows, rank.reads[source]):
         raise rank.fail(f"{action.buffer} has no room for all rows of the gradient")
@@ -383,8 +383,8 @@ def _add(rank: _Rank, action: Add) -> None:
 
 
 def _pack(rank: _Rank, action: Pack) -> None:
-    met = {s for s, part in rank.computed if part == action.member}
-    if action.kind == Kind.STAYING_OUT and met != rank.sources:
+    sources = {s for s, part in rank.computed if part == action.member}
+    if action.kind == Kind.STAYING_OUT and sources != rank.sources:
         raise rank.fail(f"results of member {action.member} leave before they are complete")
     if action.kind == Kind.ROTATING_OUT:
         _check_sum(rank)
@@ -392,7 +392,7 @@ def _pack(rank: _Rank, action: Pack) -> None:
 
 
 def _unpack(rank: _Rank, action: Unpack) -> None:
-    own = action.member == rank.member
-    if not own and rank.read(action.buffer) != (action.kind, action.member, rank.member):
+    is_home = action.member == rank.member
+    if not is_home and rank.read(action.buffer) != (action.kind, action.member, rank.member):
         raise rank.fail(f"{action.buffer} does not hold the {action.kind} of member {action.member}")
     rank.unpacked.append((action.kind, action.member))

@@ -1,13 +1,13 @@
 """A patch as data: blocks of lines, each with its place in Megatron's source.
 
-The patches are zero-context diffs of added lines, for `git apply --unidiff-zero`. Git puts such lines by
-their numbers, which differ from version to version. So each hunk also names its place, behind the second @@:
+The patches are zero-context diffs of added lines, for `git apply --unidiff-zero`. Git places such lines by
+their numbers, which differ from version to version. So each hunk also names its place, after the second @@:
 
     @@ -381,0 +382,3 @@ Attention.__init__, before self.core_attention = [9f86d081]
 
 The lines go before the one statement of Attention.__init__ that begins with these words, and above its
 comment. The brackets hold digests of the statement, without white space, one for each known form. A statement
-with another digest is refused.
+with another digest raises an error.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Insertion:
     scope: str
     """Qualified name of the function or class, or "module"."""
     start: str
-    """How the statement begins that the lines go before."""
+    """The beginning of the statement after the lines."""
     digests: tuple[str, ...]
-    """Of that statement, in the versions that are known."""
+    """Digests of that statement, in the known versions."""
     lines: tuple[str, ...]
 
     def line(self, source: Sequence[str]) -> int:
-        """Return the index of the line that the block goes before, whether or not the block is there already.
+        """Return the index of the line after the block, whether or not the block is there already.
 
         Raises:
-            UnknownSourceError: no such statement, more than one, or one that is not known.
+            UnknownSourceError: no such statement, several, or one of unknown form.
         """
         text = "\n".join(source)
         try:
@@ -70,7 +70,7 @@ class Insertion:
         return index
 
     def is_in(self, source: Sequence[str]) -> bool:
-        """Return whether the block stands in its place. Raises UnknownSourceError as `line`."""
+        """Return whether the block is in its place. Raises UnknownSourceError as `line`."""
         end = self.line(source)
         return tuple(source[max(0, end - len(self.lines)) : end]) == self.lines
 
@@ -79,7 +79,7 @@ def parse(patch: str) -> list[Insertion]:
     """Return the insertions of a patch file, in its order.
 
     Raises:
-        ValueError: a hunk that is anything but added lines with a named place.
+        ValueError: a hunk with other than added lines, or without a named place.
     """
     insertions: list[Insertion] = []
     file = ""
@@ -100,7 +100,7 @@ def parse(patch: str) -> list[Insertion]:
 
 
 def edited(insertions: Sequence[Insertion], source: Sequence[str], *, adds: bool) -> list[str]:
-    """`source` with all of these blocks in it, or with none of them; all insertions must be of this file."""
+    """Return `source` with all of these blocks, or without any; all insertions must be of this file."""
     result = list(source)
     for insertion in insertions:
         if insertion.is_in(result) != adds:

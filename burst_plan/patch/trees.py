@@ -14,11 +14,11 @@ from burst_plan.patch import insertions
 from burst_plan.patch.insertions import Insertion, UnknownSourceError
 
 BACKEND, OPTIONS = "backend", "backend-and-options"
-"""The patches, the second of which has all that the first has."""
+"""The patches; the second includes the first."""
 OLDEST, NEWEST = (0, 16, 1), (0, 20)
-"""Versions of Megatron-Core that the patches serve; the newest with any third number."""
+"""Versions of Megatron-Core that the patches support; the newest with any third number."""
 OURS = re.compile("burst_mcore|context_parallel_attention_backend|around_checkpointed")
-"""Words that no file of Megatron has without a patch."""
+"""Names that no file of Megatron has without a patch."""
 
 
 class UnknownTreeError(ValueError):
@@ -27,13 +27,13 @@ class UnknownTreeError(ValueError):
 
 def patch_text(name: str) -> str:
     """Return the text of a patch. Raises FileNotFoundError if this package was installed without its data."""
-    here = Path(__file__).resolve()
+    file = Path(__file__).resolve()
     # A checkout has the folder at its root; an installed package has it as data within.
-    for folder in (here.parents[2] / "patches", here.parents[1] / "patches"):
+    for folder in (file.parents[2] / "patches", file.parents[1] / "patches"):
         path = folder / "megatron-core" / f"{name}.patch"
         if path.is_file():
             return path.read_text()
-    raise FileNotFoundError(f"no {name}.patch beside {here}: install burst-mcore from a wheel or a checkout")
+    raise FileNotFoundError(f"no {name}.patch beside {file}: install burst-mcore from a wheel or a checkout")
 
 
 class SourceTree:
@@ -43,7 +43,7 @@ class SourceTree:
         root: the folder that holds megatron/core.
 
     Raises:
-        UnknownTreeError: it does not, or its version is not served.
+        UnknownTreeError: it does not, or its version is unsupported.
     """
 
     def __init__(self, root: Path) -> None:
@@ -59,21 +59,21 @@ class SourceTree:
             raise UnknownTreeError(f"{root} has {self.version}: the patches serve {oldest} to {newest}")
 
     def check(self, name: str) -> str:
-        """Say which version the tree has, and whether it has a patch.
+        """Return a sentence on the tree's version, and whether it has a patch.
 
         Raises:
             UnknownTreeError: the source around a place is of no known version, or was edited by hand.
         """
-        there = all(each.is_in(file.lines) for file in self._files(name) for each in file.insertions)
-        return self._told(f"{name}.patch {'is there' if there else 'fits'}")
+        is_patched = all(each.is_in(file.lines) for file in self._files(name) for each in file.insertions)
+        return self._told(f"{name}.patch {'is there' if is_patched else 'fits'}")
 
     def apply(self, name: str) -> str:
-        """Add a patch, and say so; a second time changes nothing. Raises UnknownTreeError as `check`."""
+        """Add a patch, and return a message; twice is once. Raises UnknownTreeError as `check`."""
         lines = self._rewrite(self._files(name), adds=True)
         return self._told(f"{name}.patch {f'is applied, {lines} lines' if lines else 'is there already'}")
 
     def revert(self, _: str = OPTIONS) -> str:
-        """Remove all lines of all patches, and say so. Raises UnknownTreeError as `check`."""
+        """Remove all lines of all patches, and return a message. Raises UnknownTreeError as `check`."""
         files = self._files(OPTIONS, lambda text: bool(OURS.search(text)))
         lines = self._rewrite(files, adds=False)
         return self._told(f"{lines} lines taken out" if lines else "it has no line of ours")
@@ -103,7 +103,7 @@ class SourceTree:
         return sum(abs(len(lines) - len(file.lines)) for file, lines in changed)
 
     def _files(self, name: str, wanted: Callable[[str], bool] | None = None) -> list[_File]:
-        """Return the files of a patch, or those whose text is wanted, with every place found."""
+        """Return the files of a patch, or its files whose text is wanted, with every place located."""
         by_name: dict[str, list[Insertion]] = defaultdict(list)
         for insertion in insertions.parse(patch_text(name)):
             by_name[insertion.file].append(insertion)
@@ -134,7 +134,7 @@ class SourceTree:
 
 
 def _branch(root: Path) -> str:
-    """Recognise branch dev, which has the version number of a release, by a field of its own."""
+    """Return ", branch dev" for branch dev, which a field identifies: its version number is a release's."""
     config = root / "megatron" / "core" / "model_parallel_config.py"
     return ", branch dev" if config.is_file() and "dynamic_context_parallel:" in config.read_text() else ""
 

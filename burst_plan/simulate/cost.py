@@ -43,17 +43,17 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
 
 def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> dict[Link, int]:
     """Return the bytes that `rank` sends to its own node (INTRA) and to others (INTER)."""
-    sent = {Link.INTRA: 0, Link.INTER: 0}
+    volumes = {Link.INTRA: 0, Link.INTER: 0}
     for action in program:
         if isinstance(action, Send):
-            sent[link_class(rank, action.peer, intra_size)] += sizes.of(action)
-    return sent
+            volumes[link_class(rank, action.peer, intra_size)] += sizes.of(action)
+    return volumes
 
 
 def mean_bytes(programs: Sequence[Program], sizes: Sizes, intra_size: int) -> dict[Link, float]:
-    """Return `link_bytes` of a rank, on average."""
-    sent = [link_bytes(program, rank, sizes, intra_size) for rank, program in enumerate(programs)]
-    return {link: sum(each[link] for each in sent) / len(sent) for link in (Link.INTRA, Link.INTER)}
+    """Return the mean of `link_bytes` over the ranks."""
+    volumes = [link_bytes(program, rank, sizes, intra_size) for rank, program in enumerate(programs)]
+    return {link: sum(each[link] for each in volumes) / len(volumes) for link in (Link.INTRA, Link.INTER)}
 
 
 def link_class(rank: int, peer: int, intra_size: int) -> Link:
@@ -62,7 +62,7 @@ def link_class(rank: int, peer: int, intra_size: int) -> Link:
 
 
 def stretched(link: Link, members: int, rates: Rates) -> float:
-    """Return how many times as long a message within a node takes as on a link of its own.
+    """Return the slowdown of a message within a node that shares its link with other members' messages.
 
     Args:
         link: the kind of exchange that the message belongs to.
@@ -74,16 +74,16 @@ def stretched(link: Link, members: int, rates: Rates) -> float:
 
 
 def farther(rank: Tensor, peer: Tensor, rates: Rates) -> Tensor:
-    """Return how many times as long messages of a node take as over its fastest link (`Rates.levels`)."""
+    """Return the slowdown of messages of a node against its fastest link (`Rates.levels`)."""
     times = torch.ones(rank.shape, dtype=torch.float64)
     for size, rate in rates.levels:
-        apart = rank // size != peer // size
-        times = torch.where(apart, times.clamp(min=rates.intra / rate), times)
+        crosses = rank // size != peer // size
+        times = torch.where(crosses, times.clamp(min=rates.intra / rate), times)
     return times
 
 
 def home_expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds to expand the rank's own rows alone, where K and V rotate or stay."""
+    """Return the seconds to expand the rank's local rows, where K and V rotate or stay."""
     if shard.latent_rotates and Pass(pass_) != Pass.QUERY:
         return 0.0
     return shard.tokens * expansion_seconds(shard, Pass(pass_), rates)
@@ -94,7 +94,7 @@ PARCELS = (Kind.ROTATING_IN, Kind.STAYING_IN, Kind.STAYING_OUT, Kind.ROTATING_OU
 
 
 def exchange_seconds(route: Route, sizes: Sizes, rates: Rates) -> float:
-    """Return the seconds that the exchange of heads takes besides its messages: those of copies."""
+    """Return the seconds of the copies in an exchange of heads, without its messages."""
     if route.heads == 1:
         return 0.0
     parcels = sum(size for kind, size in sizes.whole.items() if kind in PARCELS)
@@ -102,12 +102,12 @@ def exchange_seconds(route: Route, sizes: Sizes, rates: Rates) -> float:
 
 
 def host_seconds(kernels: int, exchanges: int, rates: Rates) -> float:
-    """Return the seconds in which the host launches a pass, beside the device: it runs ahead."""
+    """Return the seconds in which the host launches a pass; the device works at the same time."""
     return (kernels + exchanges) * rates.call
 
 
 def slowdown_seconds(sent: Mapping[Link, float], rates: Rates) -> float:
-    """Return the seconds by which messages lengthen the kernels that run beside them; sent: bytes by link."""
+    """Return the seconds by which messages lengthen concurrent kernels; sent: bytes by link."""
     seconds = sum(size / rates.link(inter=link == Link.INTER) for link, size in sent.items())
     return rates.slowdown * seconds
 
@@ -120,5 +120,5 @@ def pass_flops(shard: Shard, pairs: int, pass_: Pass) -> int:
 
 
 def allowed_pairs(mask: Mask, n: int) -> int:
-    """Return the query-key pairs of the whole sequence that may meet."""
+    """Return the number of query-key pairs of the whole sequence that the mask allows."""
     return int(keys_per_query(mask, n).sum())

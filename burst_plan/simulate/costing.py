@@ -1,4 +1,4 @@
-"""Costs of a call's ways at one degree of head parallelism: passes simulated, and seconds added to them."""
+"""Costs of a call's candidates at one degree of head parallelism: simulated passes, plus fixed seconds."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Costs:
         """Results by route and pass."""
 
     def ways(self, route: Route) -> tuple[Route, ...]:
-        """Return a route both ways round, where the two differ."""
+        """Return a route in both ring directions, if the two differ."""
         both = route.has_mirror and not self.plan.everything
         return (route, replace(route, mirrored=True)) if both else (route,)
 
     def partners(self, direction: Pass) -> int:
-        """Return the pairs of ring ranks that exchange rows, in the pass with most."""
+        """Return the number of ring-rank pairs that exchange rows, in the pass with the most."""
         readings = (self.plan.reading(of_queries=pass_ == Pass.QUERY) for pass_ in (Pass.FORWARD, direction))
         return max(int(reading.meets.sum()) for reading in readings)
 
@@ -62,14 +62,14 @@ class Costs:
         return Candidate(ring, route, direction, *seconds, kernel, intra, inter, family)
 
     def least(self, route: Route, direction: Pass) -> float:
-        """Return the seconds of a way, the better way round; a lower bound until its passes are played."""
+        """Return a candidate's seconds in its better ring direction: a lower bound until it is simulated."""
         passes = (Pass.FORWARD, direction)
         return min(sum(self.seconds(way, pass_) for pass_ in passes) for way in self.ways(route))
 
     def seconds(self, route: Route, pass_: Pass) -> float:
-        """Return the seconds of a pass: those of the device, or of the host where it is slower.
+        """Return the seconds of a pass: the larger of the device's and the host's.
 
-        Of a pass that was not played these are as many as if no message took time.
+        Before a pass is simulated, this is its time with instant messages.
         """
         work = self.work(route, pass_)
         played = self.played.get((route, pass_)) or PlayedPass(work.busiest, work.busiest, {})
@@ -81,9 +81,9 @@ class Costs:
         return max(played.seconds + exchanged + slowed + expanded, host)
 
     def play(self, route: Route, directions: Sequence[Pass], limit: float = math.inf) -> list[Pass]:
-        """Simulate the passes of a route, both ways round; return the directions that may end in time.
+        """Simulate a route's passes in both ring directions; return the directions that may end in time.
 
-        limit: seconds. A way that takes longer is left out as soon as that is known. Without a limit all
+        limit: seconds. A candidate that takes longer is dropped as soon as that is known. Without a limit all
             passes are simulated at once, at little more than the cost of one.
         """
         stages = [(Pass.FORWARD,), directions] if limit < math.inf else [(Pass.FORWARD, *directions)]
@@ -97,17 +97,17 @@ class Costs:
         return [each for each in directions if self.least(route, each) < math.inf]
 
     def simulate(self, route: Route, passes: Sequence[Pass], limit: float) -> None:
-        """Simulate passes of a route, both ways round."""
-        wanted: dict[tuple[Route, Pass], RoutedPass] = {}
+        """Simulate passes of a route, in both ring directions."""
+        requests: dict[tuple[Route, Pass], RoutedPass] = {}
         for way, pass_ in itertools.product(self.ways(route), passes):
-            # Not hidden: messages take the cores that compute.
+            # Not hidden: messages take the multiprocessors that compute.
             played = way if self.rates.hidden else replace(way, overlap=False)
             sizes = message_bytes(self.shard, route, pass_)
-            wanted[way, pass_] = RoutedPass(played, pass_, sizes, self.work(route, pass_))
-        at_once = {key: routed for key, routed in wanted.items() if self.in_lockstep(routed)}
+            requests[way, pass_] = RoutedPass(played, pass_, sizes, self.work(route, pass_))
+        at_once = {key: routed for key, routed in requests.items() if self.in_lockstep(routed)}
         played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates, limit)
         self.played |= zip(at_once, played_all, strict=True)
-        for key, routed in wanted.items():
+        for key, routed in requests.items():
             if key not in at_once:
                 self.played[key] = self.one_by_one(routed)
 
@@ -124,17 +124,17 @@ class Costs:
     def one_by_one(self, routed: RoutedPass) -> PlayedPass:
         drawn = schedule(routed.route, routed.pass_, self.plan)
         timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
-        sent = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
-        return PlayedPass(timeline.seconds, routed.work.busiest, sent)
+        volumes = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
+        return PlayedPass(timeline.seconds, routed.work.busiest, volumes)
 
 
 @lru_cache(maxsize=4)
 def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
-    """Return the query-key pairs of each rank's queries and each rank's keys, [ranks, ranks]. Cached."""
+    """Return the query-key pairs by rank of queries and rank of keys, [ranks, ranks]. Cached."""
     return pairs_between(layout, mask, n, ranks)
 
 
 def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> KernelWork:
-    """Return the seconds of kernel calls in a pass; pairs: of rows that stay and rotate, [ranks, ranks]."""
+    """Return the seconds of kernel calls in a pass; pairs: of staying by rotating rows, [ranks, ranks]."""
     seconds = partial(kernel_seconds, shard.pooled(route.heads), pass_, rates)
     return KernelWork(pairs, route.placement, seconds)

@@ -1,7 +1,7 @@
-"""The number of rows that each hop carries, for all ring ranks at once: to play passes against the clock.
+"""The number of rows in each message of the ring, for all ring ranks at once: to simulate passes.
 
-The program of every ring rank is that of ring rank 0, moved. So a hop is looked up once, for ring rank 0. The
-answer is a column of a table: the rows that each owner's block, or its gradient, has there.
+The program of every ring rank is ring rank 0's, with ranks shifted. So each message is looked up once, for
+ring rank 0. The answer is a column of a table: by owner, the rows of its block, or of its gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from burst_mcore.attention.schedule.ring import visits
 
 
 class RowCounts:
-    """Tables of the rows that each hop of a pass carries, by owner.
+    """Tables of the rows that each message of a pass carries, by owner.
 
     Args:
         reading: who reads which rows.
@@ -31,7 +31,7 @@ class RowCounts:
         self._reading, self._itinerary, self._mirrored = reading, itinerary, mirrored
 
     def at_distance(self, distance: int) -> Tensor:
-        """Return rows that are read by the ring rank at a distance from their owner, [owners]."""
+        """Return the rows that the ring rank at a distance from their owner reads, [owners]."""
         read = self._reading.read
         reader = (self._reading.owner + (-distance if self._mirrored else distance)) % len(read)
         unread = ~read.gather(0, reader[None])
@@ -40,13 +40,13 @@ class RowCounts:
     def last_steps(self, nodes: int, intra: int, *, gradients: bool) -> Tensor:
         """Return the step at which each ring rank computes last."""
         order = [i * intra + j for i, places in visits(nodes, intra, gradients=gradients) for j in places]
-        here = torch.arange(nodes * intra)
-        m, l = here // intra, here % intra  # noqa: E741
+        ranks = torch.arange(nodes * intra)
+        m, l = ranks // intra, ranks % intra  # noqa: E741
         where = (m - m[:, None]) % nodes * intra + (l - l[:, None]) % intra  # [owner, reader]: they meet
         return (self._turned(self._reading.meets, 0, 1) * torch.tensor(order).argsort()[where]).amax(0)
 
     def by_place(self) -> tuple[Tensor, Tensor]:
-        """Return rows read from each place on, and up to it, by others, [rounds, places, owners]."""
+        """Return rows that other ranks read from each place on, and up to it, [rounds, places, owners]."""
         assert self._itinerary is not None
         key = "by place", self._mirrored
         if key not in self._itinerary.cache:
@@ -59,11 +59,11 @@ class RowCounts:
         shape = itinerary.nodes, places, -1
         last = self._summed((row + itinerary.last + 1).T, itinerary.nodes * places).view(shape)
         first = self._summed((row + itinerary.first).T, itinerary.nodes * places).view(shape)
-        ahead = last[:, 1:].flip(1).cumsum(1).flip(1)  # the first column is of rows that nobody reads
+        ahead = last[:, 1:].flip(1).cumsum(1).flip(1)  # the first column has rows that no rank reads
         return self._turned(ahead, -1), self._turned(first[:, :-1].cumsum(1), -1)
 
     def by_round(self) -> tuple[Tensor, Tensor]:
-        """Return rows read from each round on, and up to it, by other nodes, [rounds, owners]."""
+        """Return the rows that other nodes read from each round on, and up to it, [rounds, owners]."""
         assert self._itinerary is not None
         last = self._summed((self._itinerary.last_round + 1)[None], self._itinerary.nodes + 1)[1:]
         first = self._summed(self._itinerary.first_round[None], self._itinerary.nodes + 1)[:-1]
@@ -71,7 +71,7 @@ class RowCounts:
         return self._turned(ahead, -1), self._turned(first.cumsum(0), -1)
 
     def remote(self) -> Tensor:
-        """Return rows read by others, [owners]."""
+        """Return the rows that other ranks read, [owners]."""
         assert self._itinerary is not None
         return self._turned(self._summed((~self._itinerary.remote).long()[None], 2)[0], -1)
 
@@ -92,7 +92,7 @@ UNSENT = -torch.inf
 
 
 class Counted(NamedTuple):
-    """The number of rows of one hop, for all ring ranks: a place in a table."""
+    """The number of rows of one message, for all ring ranks: a place in a table."""
 
     table: Tensor
     """[entries, owners, passes]."""
@@ -101,9 +101,9 @@ class Counted(NamedTuple):
 
 
 class OfAll(Hops[Counted]):
-    """Hops of all ring ranks at once, as numbers of rows (`Counted`); asked for the program of ring rank 0.
+    """Messages of all ring ranks at once, as numbers of rows (`Counted`), in the program of ring rank 0.
 
-    An `owner` stands for each ring rank's own counterpart: see `MovedPrograms`.
+    An `owner` stands for the counterpart of each ring rank: see `MovedPrograms`.
     """
 
     def __init__(self, passes: Sequence[RowCounts]) -> None:
@@ -160,7 +160,7 @@ def _or_unsent(rows: Tensor) -> Tensor:
 
 
 class MovedPrograms:
-    """Programs of all ring ranks, from that of ring rank 0: partner p becomes partner `to(p)[q]` of q."""
+    """Programs of all ring ranks, as shifts of ring rank 0's: partner p becomes partner `to(p)[q]` of q."""
 
     def __init__(self, nodes: int, intra: int) -> None:
         self._nodes, self._intra = nodes, intra
@@ -171,7 +171,7 @@ class MovedPrograms:
         m, l = divmod(ring_rank, self._intra)  # noqa: E741
         size = self._nodes * self._intra
         if self._nodes == 1:
-            m, l = l, 0  # noqa: E741  # one node of many ring ranks moves as many nodes of one do
+            m, l = l, 0  # noqa: E741  # a shift within one node is one over nodes of one rank
             return self._of_local(0, 1, size)[m : m + size]
         return self._of_local(l, self._intra, self._nodes)[m * self._intra :][:size]
 
@@ -184,4 +184,4 @@ class MovedPrograms:
 
 
 moved = lru_cache(maxsize=64)(MovedPrograms)
-"""The moves of rings of nodes x intra ring ranks, made once."""
+"""The shifts of rings of nodes x intra ring ranks. Cached."""

@@ -1,12 +1,12 @@
 """The simulator of all ranks in lockstep: the same results as `simulate.play`, but quick for large rings.
 
-Before anything is left out, the programs of all ranks are one program, moved (`MovedPrograms`). So one
+Without omitted messages the programs of all ranks are one program, shifted (`MovedPrograms`). So one
 program is enough, and every rank does its n-th action together. Clocks and numbers of rows are vectors over
 the ranks. A message without rows is no message. Passes whose programs differ by numbers alone, such as both
-backwards, and a ring and its mirror image, are played together. Messages of a rank to several receivers share
+backwards, and a ring and its mirror image, are simulated together. Messages to several receivers share
 a link as in `simulate`.
 
-Letters: W passes (ways), G ranks, P ring ranks.
+Letters: W passes, G ranks, P ring ranks.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ NEVER = -torch.inf
 
 @dataclass(frozen=True)
 class PlayedPass:
-    """The cost of a pass that was played."""
+    """The cost of a simulated pass."""
 
     seconds: float
     """Time at which the slowest rank ends; inf where all passes of a program take longer than the limit."""
     compute: float
     """Seconds of the kernel on the busiest rank."""
     sent: dict[Link, float]
-    """Bytes that a rank sends to its own node (INTRA) and to others (INTER), on average."""
+    """Bytes that a rank sends within its node (INTRA) and to other nodes (INTER), on average."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedPass:
-    """A pass over a route, with the bytes and the seconds to play it by."""
+    """A pass over a route, with the bytes and the seconds for its simulation."""
 
     route: Route
     """If `direct`, all ring ranks must read each other (`Reading.meets`)."""
@@ -55,7 +55,7 @@ class RoutedPass:
     sizes: Sizes
     work: KernelWork
     program: Program | None = None
-    """Of rank 0, which all ranks run, moved; None: the route's own."""
+    """The program of rank 0, which all ranks run, shifted; None: the route's program."""
 
     @property
     def of_queries(self) -> bool:
@@ -63,7 +63,7 @@ class RoutedPass:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The key of passes that have the same program, but for numbers and for messages that some lack.
+        """The key of passes with the same program, up to numbers and omitted messages.
 
         Rows that come part by part change the order in which parts are computed, where heads are shared, and
         gradients change the order of blocks, on several nodes.
@@ -87,7 +87,7 @@ class KernelWork:
 
     @cached_property
     def _by_member(self) -> Tensor:
-        """Pairs, [ring rank, member, source]."""
+        """Return the pairs, [ring rank, member, source]."""
         ring_size, heads = self._placement.ring_size, self._placement.heads
         if self._placement.outer:
             pairs = self._pairs.reshape(heads, ring_size, heads, ring_size).sum(2)
@@ -96,24 +96,24 @@ class KernelWork:
 
     @cached_property
     def parts(self) -> Tensor:
-        """Seconds of a member's rows, [ring rank, member, source]: parts of one step."""
+        """The seconds of a member's rows, [ring rank, member, source]: parts of one step."""
         return self._seconds(self._by_member)
 
     @cached_property
     def whole(self) -> Tensor:
-        """Seconds of all rows, [ring rank, source]; contiguous."""
+        """The seconds of all rows, [ring rank, source]; contiguous."""
         pairs = self._by_member.sum(1) if self._placement.heads > 1 else self._pairs
         return self._seconds(pairs).contiguous()
 
     @cached_property
     def _by_place(self) -> dict[tuple[int, int], float]:
-        """Seconds by ring rank and source, where there are any: entries of tensors are ten times as slow."""
+        """The nonzero seconds by ring rank and source: a dict, as entries of tensors are slow (tenfold)."""
         ring_rank, source = self.whole.nonzero(as_tuple=True)
         seconds = self.whole[ring_rank, source].double().tolist()
         return dict(zip(zip(ring_rank.tolist(), source.tolist(), strict=True), seconds, strict=True))
 
     def of_action(self, rank: int, action: Compute) -> float:
-        """Return the seconds of one rank's compute, in its own program."""
+        """Return the seconds of one rank's compute, in that rank's program."""
         ring_rank = self._placement.ring_rank(rank)
         if action.part is None:
             return self._by_place.get((ring_rank, action.source), 0.0)
@@ -121,12 +121,12 @@ class KernelWork:
 
     @cached_property
     def calls(self) -> int:
-        """Kernel calls of the rank that has most."""
+        """The kernel calls of the rank with the most."""
         return int((self.whole > 0).sum(1).max())
 
     @cached_property
     def busiest(self) -> float:
-        """Seconds of the busiest rank, all sources together."""
+        """The seconds of the busiest rank, over all sources."""
         return float(self.whole.sum(1).max())
 
 
@@ -141,7 +141,7 @@ def _has_messages(pass_: Pass, kind: Kind) -> bool:
 def play_all(
     plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates, limit: float = torch.inf
 ) -> list[PlayedPass]:
-    """Play passes over ring ranks of `plan`, on nodes of `intra_size` ranks, to their ends or to `limit`."""
+    """Simulate passes over ring ranks of `plan`, on nodes of `intra_size` ranks, to the end or to `limit`."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, routed in enumerate(passes):
         kinds[routed.kind].append(index)
@@ -165,7 +165,7 @@ class _Peers:
     carried: Tensor
     """Bytes, [G, W]."""
     busy: Tensor
-    """Time until which messages that are alone on the link occupy it."""
+    """Time until which a message that has the link to itself occupies it."""
 
 
 @dataclass(eq=False)
@@ -177,7 +177,7 @@ class _Message:
     left: Tensor
     """Bytes that are still to be carried."""
     end: Tensor
-    """Time of arrival without latency: `NEVER` where there is no message, inf until it is known."""
+    """Time of arrival without latency: `NEVER` for no message, inf until it is known."""
 
 
 class _Lockstep:
@@ -191,7 +191,7 @@ class _Lockstep:
         self.ring_rank, self.member = self.placement.ring_rank(self.rank), self.placement.member(self.rank)
         other_end = self.placement.rank(self.ring_size - 1 - self.ring_rank, self.member)
         self.number = torch.stack([other_end if x.route.mirrored else self.rank for x in passes], 1)
-        """The ranks themselves, [G, W]: a mirrored ring is counted from the other end, but nodes are not."""
+        """The ranks, [G, W]: a mirrored ring is counted from the other end, but nodes are not."""
         self.clock = torch.zeros(self.route.size, len(passes), dtype=torch.float64)
         self.program = passes[0].program or self.of_all(plan)
         self.scale, self.absent = self.of_kinds()
@@ -201,19 +201,19 @@ class _Lockstep:
         """Time up to which the links of each rank, within its node and between nodes, are simulated."""
         self.under_way: dict[Channel, list[_Message]] = defaultdict(list)
         self.pending: list[_Message] = []
-        """Messages that share links, not through yet, in the order in which they were sent."""
+        """Messages on shared links that are not complete, in the order in which they were sent."""
         self.crowd: _Crowd | None = None
-        """The same as tensors; None once a message is sent."""
+        """The same as tensors; None after a new message."""
 
     def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
-        """Return the rows that are read in a pass; a mirrored ring is counted from the other end."""
+        """Return the rows that ranks read in a pass; a mirrored ring is counted from the other end."""
         route, places = routed.route, None
         if not route.direct:
             places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
         return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
 
     def of_all(self, plan: Plan) -> Program[Counted]:
-        """Return the program of rank 0 with every hop, and with numbers of rows for all ranks."""
+        """Return the program of rank 0 with every message, and with numbers of rows for all ranks."""
         row_counts = [self.counts_in(plan, routed) for routed in self.passes]
         route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
         every = Moves(
@@ -237,7 +237,7 @@ class _Lockstep:
 
     @cached_property
     def a_row(self) -> dict[Kind, Tensor]:
-        """Bytes of a row by kind of message, [W]."""
+        """The bytes of a row by kind of message, [W]."""
         return {kind: whole / self.passes[0].sizes.rows for kind, whole in self.scale.items()}
 
     def of_kinds(self) -> tuple[dict[Kind, Tensor], dict[Kind, Tensor]]:
@@ -257,7 +257,7 @@ class _Lockstep:
         under_way: dict[Channel, list[int]] = defaultdict(list)
         last_rival: dict[int, int] = {}
         behind: list[tuple[int, int]] = []
-        one_link = cache(lambda peers, its: bool((peers.inter == its.inter).any()))  # of some rank
+        one_link = cache(lambda peers, its: bool((peers.inter == its.inter).any()))  # for some rank
         for index, action in enumerate(self.program):
             if isinstance(action, Send):
                 peers = self.peers_of(action.peer)
@@ -271,13 +271,13 @@ class _Lockstep:
             elif isinstance(action, Wait):
                 for other in under_way.pop(action.channel, ()):
                     del open_[other]
-        for earlier, later in behind:  # in order: a send queues behind one whose rivals are still to come
+        for earlier, later in behind:  # in order: a send queues behind a send whose rivals are still to come
             if last_rival.get(earlier, -1) > later:
                 last_rival[later] = max(last_rival.get(later, -1), last_rival[earlier])
         return set(last_rival)
 
     def peers_of(self, peer: int) -> _Peers:
-        """Return the receivers of all ranks where rank 0 sends to `peer`."""
+        """Return the receivers of all ranks for a send of rank 0 to `peer`."""
         if peer not in self.peers:
             ring_rank, member = self.ring_rank, (self.member + self.placement.member(peer)) % self.heads
             to = self.placement.rank(self.moved.to(self.placement.ring_rank(peer))[ring_rank], member)
@@ -291,7 +291,7 @@ class _Lockstep:
         return self.peers[peer]
 
     def play(self, limit: float) -> list[PlayedPass]:
-        waited: list[Channel] = []  # for all of them at once, if nothing else is done between
+        waited: list[Channel] = []  # awaited together, until another action
         for index, action in enumerate(self.program):
             match action:
                 case Wait(channel=channel):
@@ -305,17 +305,17 @@ class _Lockstep:
                     if limit < torch.inf and float(self.clock.amax(0).amin()) > limit:
                         return [PlayedPass(torch.inf, torch.inf, {})] * len(self.passes)
         self.wait(waited)
-        sent = torch.zeros(2, len(self.passes), dtype=torch.float64)
+        volumes = torch.zeros(2, len(self.passes), dtype=torch.float64)
         for peers in self.peers.values():
             between = peers.carried * peers.inter
-            sent += torch.stack([peers.carried - between, between]).mean(1)
+            volumes += torch.stack([peers.carried - between, between]).mean(1)
         busiest = [routed.work.busiest for routed in self.passes]
-        by_link = [{Link.INTRA: intra, Link.INTER: inter} for intra, inter in sent.T.tolist()]
+        by_link = [{Link.INTRA: intra, Link.INTER: inter} for intra, inter in volumes.T.tolist()]
         slowest: list[float] = self.clock.amax(0).tolist()
         return [PlayedPass(*each) for each in zip(slowest, busiest, by_link, strict=True)]
 
     def seconds(self, action: Compute) -> Tensor:
-        """Return the seconds of a compute, for every rank and pass."""
+        """Return the seconds of a compute for every rank and pass."""
         source = self.counterparts(action.source)
         if action.part is None:
             return self.seconds_by_place.index_select(0, self.ring_rank * self.ring_size + source)
@@ -327,13 +327,13 @@ class _Lockstep:
 
     @cached_property
     def seconds_by_place(self) -> Tensor:
-        """Seconds by ring rank and source, of every pass: [P * P, W]."""
+        """The seconds by ring rank and source, of every pass: [P * P, W]."""
         columns = [routed.work.whole.view(-1).double() for routed in self.passes]
         mirrored = [routed.route.mirrored for routed in self.passes]
         return torch.stack([x.flip(0) if other else x for x, other in zip(columns, mirrored, strict=True)], 1)
 
     def counterparts(self, ring_rank: int) -> Tensor:
-        """Return the ring rank that each rank has where rank 0 has `ring_rank`, [G]."""
+        """Return the counterpart that each rank has of rank 0's `ring_rank`, [G]."""
         if self.heads == 1:
             return self.moved.to(ring_rank)
         if ring_rank not in self.of_ranks:
@@ -341,21 +341,21 @@ class _Lockstep:
         return self.of_ranks[ring_rank]
 
     def bytes_of(self, send: Send | Send[Counted]) -> Tensor:
-        """Return the bytes of a send, [G, W]; below zero where there is no message."""
+        """Return the bytes of a send, [G, W]; below zero for no message."""
         kind = send.channel.kind
         if send.rows is None:
             size = self.scale[kind].expand_as(self.clock)
         else:
-            (counted,) = send.rows
-            assert isinstance(counted, Counted)  # a program that is given moves whole blocks
-            rows = counted.table[counted.entry].index_select(0, self.counterparts(counted.owner))
+            (entry,) = send.rows
+            assert isinstance(entry, Counted)  # a given program moves whole blocks
+            rows = entry.table[entry.entry].index_select(0, self.counterparts(entry.owner))
             size = rows * self.a_row[kind]
         return size + self.absent[kind] if kind in self.absent else size
 
     def empty(self, send: Send | Send[Counted]) -> bool:
         """Return whether no rank has a row to send, in any pass."""
-        counted = send.rows and send.rows[0]
-        return isinstance(counted, Counted) and float(counted.table[counted.entry].amax()) <= 0
+        entry = send.rows and send.rows[0]
+        return isinstance(entry, Counted) and float(entry.table[entry.entry].amax()) <= 0
 
     def post(self, send: Send | Send[Counted], *, shares: bool) -> None:
         """Start a message at both ends: each rank receives with the same action as it sends."""
@@ -363,7 +363,7 @@ class _Lockstep:
         peers.carried += size.clamp(min=0)
         if self.rates.crowding or self.rates.levels:
             size = size * self.stretch(send.channel.link, peers)
-        begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))  # once both ends are there
+        begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))  # once both ends are posted
         if shares:
             begin = torch.maximum(begin, peers.busy)
             end = torch.full_like(begin, torch.inf).masked_fill_(size <= 0, NEVER)
@@ -378,7 +378,7 @@ class _Lockstep:
         self.under_way[send.channel].append(message)
 
     def stretch(self, link: Link, peers: _Peers) -> Tensor:
-        """Return how many times as long messages take as at the rates of their links, [G, W]."""
+        """Return the slowdown of messages against the rates of their links, [G, W]."""
         members = min(self.intra, self.heads if link == Link.HEADS else self.route.size)
         times = farther(self.number, self.number[peers.to], self.rates)
         return (times * stretched(link, members, self.rates)).masked_fill(peers.inter, 1.0)
@@ -389,11 +389,11 @@ class _Lockstep:
         self.deliver(messages)
         for message in messages:
             arrived = message.end + self.rates.latency
-            received = arrived.index_select(0, message.peers.back)  # a wait is for both: sent and received
-            self.clock = torch.maximum(self.clock, torch.maximum(arrived, received, out=received))
+            arrival_back = arrived.index_select(0, message.peers.back)  # a wait is for a send and a receive
+            self.clock = torch.maximum(self.clock, torch.maximum(arrived, arrival_back, out=arrival_back))
 
     def deliver(self, messages: list[_Message]) -> None:
-        """Let time pass until messages arrive, where it is not known when."""
+        """Advance time until messages arrive, if their arrival is not known yet."""
         unknown = [message for message in messages if message in self.pending]
         if unknown and self.crowd is None:
             self.crowd = _Crowd(self.pending)
@@ -407,9 +407,9 @@ class _Lockstep:
 
 
 class _Crowd:
-    """The messages that share links and are not through yet, as tensors [messages, G, W].
+    """The incomplete messages on shared links, as tensors [messages, G, W].
 
-    Messages to one receiver go in turn, those to several in equal shares.
+    Messages to one receiver go one after another; messages to several receivers share the rate equally.
     """
 
     def __init__(self, pending: Sequence[_Message]) -> None:
@@ -422,46 +422,46 @@ class _Crowd:
         self.messages = [queue[place] for place in places for queue in longest_first if len(queue) > place]
         """First the first message to each receiver, then the second, and so on."""
         self.as_long = [sum(len(queue) > place for queue in longest_first) for place in places]
-        """How many receivers have a message at each place."""
+        """The number of receivers with a message at each place."""
         self.inter = torch.stack([each.peers.inter for each in self.messages])
         self.begin, self.left, self.end = (
             torch.stack([getattr(each, name) for each in self.messages]) for name in ("begin", "left", "end")
         )
-        for each, left, end in zip(self.messages, self.left, self.end, strict=True):
-            each.left, each.end = left, end  # views, which change with the crowd
+        for each, remaining, end in zip(self.messages, self.left, self.end, strict=True):
+            each.left, each.end = remaining, end  # views, which change with the crowd
 
     def carry(self, awaited: list[int], between_nodes: bool, now: Tensor, rate: float) -> Tensor:
-        """Let time pass on one link of each rank until these messages arrive; return the time."""
+        """Advance one link of each rank until these messages arrive; return the time."""
         on = (self.inter[awaited] == between_nodes) & (self.end[awaited] == torch.inf)
         where = on.any(0).view(-1).nonzero().squeeze(1)  # for other ranks no time passes
         if not len(where):
             return now
-        inter, begin, left, end = (
+        inter, begin, remaining, end = (
             x.flatten(1).index_select(1, where) for x in (self.inter, self.begin, self.left, self.end)
         )
         on, time = (inter == between_nodes) & (end == torch.inf), now.view(-1)[where]
-        while bool((wanted := on[awaited].any(0)).any()):  # each time until a message begins or ends
+        while bool((waiting := on[awaited].any(0)).any()):  # in steps to the next begin or end of a message
             begun = on & (begin <= time)
             following = begin.masked_fill(~on | begun, torch.inf).amin(0)
             carried = self.first_of(begun).double()
             share = rate / carried.sum(0).clamp(min=1)
-            through = (time + left / share).masked_fill_(carried == 0, torch.inf)
-            until = torch.where(wanted, torch.minimum(through.amin(0), following), time)
-            left.addcmul_(carried, (until - time) * share, value=-1)
-            done = (through <= until) & wanted
-            end = torch.where(done, until, end)
-            on, time = on & ~done, until
-        self.left.flatten(1).index_copy_(1, where, left)
+            through = (time + remaining / share).masked_fill_(carried == 0, torch.inf)
+            until = torch.where(waiting, torch.minimum(through.amin(0), following), time)
+            remaining.addcmul_(carried, (until - time) * share, value=-1)
+            ended = (through <= until) & waiting
+            end = torch.where(ended, until, end)
+            on, time = on & ~ended, until
+        self.left.flatten(1).index_copy_(1, where, remaining)
         self.end.flatten(1).index_copy_(1, where, end)
         return now.flatten().index_copy(0, where, time).view_as(now)
 
     def first_of(self, begun: Tensor) -> Tensor:
-        """Return which messages are carried: of those to one receiver the first that has begun."""
+        """Return the messages in transfer: the first begun message to each receiver."""
         start, *others = self.as_long
         first, ahead = begun.clone(), begun[:start].clone()
         for many in others:
-            here = slice(start, start + many)
-            first[here] &= ~ahead[:many]
-            ahead[:many] |= begun[here]
+            places = slice(start, start + many)
+            first[places] &= ~ahead[:many]
+            ahead[:many] |= begun[places]
             start += many
         return first

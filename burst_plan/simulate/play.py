@@ -1,9 +1,9 @@
-"""The simulator of a schedule: plays all programs against the clock of a cluster. Predicted, not measured.
+"""The simulator of a schedule: runs all programs on the clock of a cluster. Predicted, not measured.
 
-Every rank runs its program. A message starts when both of its ends are posted. A rank has one link to its own
-node and one to all others. Messages to one receiver go one after another. Messages to several receivers share
-their link. All events happen in the order of time, so the prediction does not depend on the order of ranks.
-`lockstep` plays large rings faster.
+Every rank runs its program. A message starts when both of its ends are posted. A rank has one link within
+its node and one to all others. Messages to one receiver go one after another. Messages to several share
+its link. All events happen in the order of time, so the prediction does not depend on the order of ranks.
+`lockstep` simulates large rings faster.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Exposed(NamedTuple):
     step: int
     """The step of the schedule in which the rank waits."""
     lane: str
-    """Link and kind of the message that came last."""
+    """Link and kind of the last message to arrive."""
     label: str
     """That message, as the rank's program prints it."""
     posted: int
@@ -83,21 +83,21 @@ class Timeline(NamedTuple):
             for wait in self.waits:
                 waited[wait.rank] += wait.seconds
             rank = max(self.events, key=lambda event: (event.ended, waited[event.rank], -event.rank)).rank
-        own = (wait for wait in self.waits if wait.rank == rank)
-        return sorted(own, key=lambda wait: (-wait.seconds, wait.began))
+        waits = (wait for wait in self.waits if wait.rank == rank)
+        return sorted(waits, key=lambda wait: (-wait.seconds, wait.began))
 
 
 @dataclass(eq=False)
 class _Message:
     left: float
-    """Bytes that are still to be carried."""
+    """Bytes that are not transferred yet."""
     receiver: int
     link: _Link
     ends: list[_Rank] = field(default_factory=list)
     """The ranks that have posted the message; it starts with the second."""
     arrived: bool = False
     started: float = -1.0
-    """Time at which the link began to carry the message."""
+    """Time at which the link began the transfer."""
     ended: float = 0.0
     """Time of arrival."""
 
@@ -111,14 +111,14 @@ class _Rank:
         default_factory=lambda: defaultdict(list)
     )
     missing: int = 0
-    """Messages that its wait still waits for."""
+    """Messages that its wait has not received yet."""
     waits_since: float | None = None
     computes: bool = False
 
 
 @dataclass(eq=False)
 class _Link:
-    """A rank's link to its own node, or to others, with its messages by receiver, in order."""
+    """A rank's link within its node, or to other nodes, with its messages by receiver, in order."""
 
     rate: float
     queues: dict[int, deque[_Message]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _Link:
     """Number of changes: events that were planned for an earlier version are void."""
 
     def carry(self, until: float) -> None:
-        """Let time pass."""
+        """Advance the transfers of the link to a time."""
         if self.queues:
             share = (until - self.now) * self.rate / len(self.queues)
             for queue in self.queues.values():
@@ -135,10 +135,10 @@ class _Link:
         self.now = until
 
     def first_end(self) -> tuple[float, int]:
-        """Return (when the next message is through, its receiver), if no other comes."""
+        """Return (time at which the next message is complete, its receiver), if no other message starts."""
         receiver = min(self.queues, key=lambda to: self.queues[to][0].left)
-        left = max(0.0, self.queues[receiver][0].left)
-        return self.now + left * len(self.queues) / self.rate, receiver  # queues share the rate equally
+        remaining = max(0.0, self.queues[receiver][0].left)
+        return self.now + remaining * len(self.queues) / self.rate, receiver  # queues share the rate equally
 
 
 class _Player:
@@ -151,7 +151,7 @@ class _Player:
         self.mail: dict[tuple[int, int, Link, Kind], tuple[deque[_Message], deque[_Message]]] = defaultdict(
             lambda: (deque(), deque())
         )
-        """Messages that only their sender, or only their receiver, has posted."""
+        """Messages that only their sender or only their receiver has posted."""
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.events: list[Event] = []
         self.order = 0
@@ -165,7 +165,7 @@ class _Player:
         return Timeline(self.events, self.waits)
 
     def tick(self) -> list[_Rank] | None:
-        """Let time pass until a rank can go on."""
+        """Advance time until a rank can go on."""
         while self.agenda and not self.woken:
             self.now, _, happen = heapq.heappop(self.agenda)
             happen()
@@ -188,7 +188,7 @@ class _Player:
 
     def compute(self, rank: _Rank, action: Compute) -> bool:
         rank.computes = not rank.computes
-        if not rank.computes:  # its time is over
+        if not rank.computes:  # its compute has ended
             return True
         end = self.now + self.seconds(rank.number, action)
         self.events.append(Event(rank.number, "compute", str(action), self.now, self.now, end))
@@ -226,21 +226,21 @@ class _Player:
         if len(message.ends) == 2:  # posted at both ends
             message.link.carry(now)
             queue = message.link.queues.setdefault(receiver, deque())
-            if not queue:  # else it is carried after those before it
+            if not queue:  # else it waits for its predecessors
                 message.started = now
             queue.append(message)
             self.expect(message.link)
 
     def stretch(self, link: Link, where: Link, sender: int, receiver: int) -> float:
-        """Return how many times as long a message takes as at the rate of its link."""
+        """Return the slowdown of a message against the rate of its link."""
         if where == Link.INTER or not (self.rates.crowding or self.rates.levels):
             return 1.0
         members = min(self.intra, self.heads if link == Link.HEADS else len(self.ranks))
-        apart = float(farther(torch.tensor([sender]), torch.tensor([receiver]), self.rates))
-        return stretched(link, members, self.rates) * apart
+        distance = float(farther(torch.tensor([sender]), torch.tensor([receiver]), self.rates))
+        return stretched(link, members, self.rates) * distance
 
     def expect(self, link: _Link) -> None:
-        """Look again when the next message is through, unless something changes before."""
+        """Plan the event at which the next message of a link is complete, unless the link changes before."""
         link.version += 1
         if link.queues:
             version, (when, receiver) = link.version, link.first_end()
@@ -288,8 +288,8 @@ def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, ra
     Args:
         schedule: of one pass.
         sizes: bytes of a message of each kind (`cost.message_bytes`).
-        seconds: how long each compute takes.
+        seconds: time of each compute.
         intra_size: ranks of a node.
-        rates: how fast links are.
+        rates: speeds of links and kernels.
     """
     return _Player(schedule, sizes, seconds, intra_size, rates).play()

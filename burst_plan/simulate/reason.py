@@ -1,4 +1,4 @@
-"""The reason of a choice in words: its share of kernel time, and the nearest rival."""
+"""The reason of a choice as text: its share of kernel time, and the nearest rival."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PHRASES = {
 
 
 def to_paste(ring: str, heads: int, placement: str, direction: str) -> str:
-    """Return the settings of `BurstConfig` that ask for a way, ready to paste."""
+    """Return the settings of `BurstConfig` for a candidate, ready to paste."""
     outer = ", head_placement='outer'" * (placement == "outer")
     return f"ring={ring!r}, head_parallel={heads}{outer}, backward={direction!r}"
 
 
 def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
-    """Say why a candidate was chosen."""
+    """Return the reason why a candidate was chosen."""
     if chosen.seconds == 0:
         return "nothing is to be done"
     bound = chosen.compute_seconds / chosen.seconds
@@ -46,7 +46,7 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
 
 
 def _preferred(chosen: Candidate, rival: Candidate) -> str:
-    """Say why a candidate is preferred to one that is as fast."""
+    """Return the reason why a candidate is preferred to an equally fast rival."""
     if chosen.family != rival.family:
         return f"{PHRASES[chosen.family]} is plainer than {PHRASES[rival.family]}"
     for link, ours, theirs in (

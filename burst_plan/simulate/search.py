@@ -1,4 +1,4 @@
-"""The search over the ways to run a call: one pass, which leaves out ways that cannot be the best."""
+"""The search over the candidates of a call: one pass, which leaves out candidates that cannot be the best."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from burst_mcore.config import BurstConfig
 from burst_plan.simulate.costing import Costs
 
 PARTNERS = 2**14
-"""Pairs of ring ranks that exchange rows, at most, for a direct exchange to be considered beside rings. Every
+"""Most pairs of ring ranks that exchange rows for which a direct exchange is compared with rings. Every
 pair is a connection, and is simulated one by one."""
 NEAR, FAR = 1.25, 1.1
-"""On many ranks a way is simulated if the rule counts at most `NEAR` times the seconds of its best way, and
-the way's kernels take at most `FAR` times the fastest that was simulated."""
+"""Limits of a candidate on many ranks: `NEAR` times the rule's best seconds, `FAR` times the least kernel
+seconds of the simulated candidates."""
 MANY = 64
-"""Ranks up to which a search takes all that settings leave. Beyond, it leaves out ways that are not near,
-flat rings beside double ones, and direct exchanges with shared heads that send more than `FEW` messages."""
+"""Ranks up to which a search takes every candidate that settings allow. Beyond, it leaves out far candidates,
+flat rings in addition to double rings, and direct exchanges with shared heads of over `FEW` messages."""
 FEW = 2**10
 
 
 @lru_cache(maxsize=64)
 def candidates(question: Question, settings: Settings, *, every: bool = True) -> tuple[Candidate, ...]:
-    """Return combinations of ring, degree and direction with their costs; rings the better way round.
+    """Return the candidates by ring, degree and direction with their costs; rings in the better direction.
 
     A direct exchange between very many pairs (`PARTNERS`) is left out where there is a ring as well.
 
@@ -73,11 +73,11 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
 
 
 def _near(question: Question, settings: Settings) -> dict[Route, list[Pass]]:
-    """Return the ways that the rule counts within `NEAR` of its best: a route's directions."""
-    counted = counted_ways(question, settings)
-    limit = NEAR * min(each.seconds for each in counted)
+    """Return the candidates that the rule counts within `NEAR` of its best: a route's directions."""
+    options = counted_ways(question, settings)
+    limit = NEAR * min(each.seconds for each in options)
     near = defaultdict[Route, list[Pass]](list)
-    for each in counted:
+    for each in options:
         route = replace(each.route, mirrored=False)
         if each.seconds <= limit and each.direction not in near[route]:
             near[route].append(each.direction)
@@ -85,9 +85,9 @@ def _near(question: Question, settings: Settings) -> dict[Route, list[Pass]]:
 
 
 def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
-    """Return whether a route that takes at least so many seconds may change which way is the best.
+    """Return whether a route whose seconds are at least `least` may change the best candidate.
 
-    It may not where it takes too long, or where the best is plainer and as fast as the route could be.
+    It does not if it is too slow, or if the best is simpler and as fast as the route could be.
     """
     if not costed:
         return True
@@ -98,11 +98,11 @@ def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
 def costed(
     config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None
 ) -> tuple[Candidate, ...]:
-    """Return the ways that a configuration allows, with their costs: flat rings too, which no call searches.
+    """Return the candidates of a configuration with their costs: flat rings too, which no call searches.
 
-    On more than `MANY` ranks these are the ways that the rule counts as near, and no flat ring beside others.
+    On more than `MANY` ranks only candidates near the rule's best are simulated, and flat rings only alone.
 
-    degrees: those of head parallelism to try; default all that the configuration allows.
+    degrees: degrees of head parallelism to try; default: all that the configuration allows.
     """
     settings = settings_of(config, question, degrees)
     rings = RINGS if config.ring == "auto" and question.ranks.size <= MANY else settings.rings
@@ -110,19 +110,19 @@ def costed(
 
 
 def tried(config: BurstConfig, question: Question) -> tuple[Candidate, ...]:
-    """Return the ways that may be the best, with their costs; the layout of `config` is not used."""
+    """Return the candidates for the best, with their costs; the layout of `config` is not used."""
     return candidates(question, settings_of(config, question), every=False)
 
 
 def fastest(config: BurstConfig, question: Question) -> Candidate:
-    """Return the best way by simulation; the layout of `config` is not used."""
+    """Return the best candidate by simulation; the layout of `config` is not used."""
     return best(tried(config, question))
 
 
 def taken(config: BurstConfig, question: Question, known: Sequence[Candidate] = ()) -> Candidate:
-    """Return the way that a call takes by its rule, simulated; the layout of `config` is not used.
+    """Return the candidate that a call takes by its rule, simulated; the layout of `config` is not used.
 
-    known: ways that were simulated before.
+    known: candidates that were simulated before.
     """
     route, direction, _ = decide(config, question)
     for each in known:
@@ -136,12 +136,12 @@ def taken(config: BurstConfig, question: Question, known: Sequence[Candidate] = 
 
 
 def _same(way: Route, other: Route) -> bool:
-    """Return whether two routes are one, whichever way round a ring goes."""
+    """Return whether two routes are the same up to the ring's direction."""
     return replace(way, mirrored=other.mirrored) == other
 
 
 def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, *, quick: bool) -> bool:
-    """Return whether a way does not need too many connections."""
+    """Return whether a candidate needs few enough connections."""
     if route.direct and len(settings.rings) > 1:
         partners = costs.partners(direction)
         if quick and route.heads > 1 and len(settings.degrees) > 1:

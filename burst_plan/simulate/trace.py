@@ -1,4 +1,4 @@
-"""A timeline of a pass over the ring: predicted by a simulator, or recorded from a run; to see overlap."""
+"""A timeline of a pass over the ring, which shows overlap: simulated, or recorded from a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from burst_mcore.attention.schedule.actions import Channel
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took time on a rank. Seconds from the start of the pass."""
+    """An interval of work or of a message on a rank. Seconds from the start of the pass."""
 
     rank: int
     lane: str
@@ -18,9 +18,9 @@ class Event:
     posted: float
     """Time at which the receiver asked for a message; of a compute, its start."""
     started: float
-    """Start. Of a measured message it is not known: its posting stands here."""
+    """Start. For a measured message it is not known, and this is the time of posting."""
     ended: float
-    """End. Of a measured message, the end of the wait for it."""
+    """End. For a measured message, the end of the wait for it."""
 
 
 def lane(channel: Channel) -> str:

@@ -1,4 +1,4 @@
-"""Advances the programs of all ranks, each until its next action has to wait: for dry runs and plays."""
+"""Advances the programs of all ranks, each until its next action has to wait: for dry runs and simulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from burst_mcore.attention.schedule.actions import Action, Program
 
 
 class Walker(Protocol):
-    """A rank on its way through its program."""
+    """The position of a rank in its program."""
 
     program: Program
     executed: int
@@ -25,13 +25,13 @@ def walk(
     execute: Callable[[Rank, Action], bool],
     tick: Callable[[], Iterable[Rank] | None],
 ) -> list[Rank]:
-    """Run all programs, and return the ranks that never come to their end: a deadlock if there are any.
+    """Run all programs, and return the deadlocked ranks: those that never reach their end.
 
     Args:
         ranks: the ranks, at the beginning of their programs.
         execute: executes the next action of a rank, or returns False if the rank has to wait for it.
         tick: called when all ranks wait or have ended. It lets time pass and returns the ranks that may go
-            on, or None if nothing is left to happen.
+            on, or None if no event is left.
     """
     ready = deque(ranks)
     while True:

@@ -1,4 +1,4 @@
-"""What to paste to run a predicted way: flags of Megatron, or DeepSpeed's JSON."""
+"""Settings for a predicted plan, ready to paste: flags of Megatron, or DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from burst_plan.words import mask_of
 
 
 def advice(step: PredictedStep) -> str:
-    """Return Megatron's flags or DeepSpeed's JSON of a way, ready to paste."""
+    """Return Megatron's flags or DeepSpeed's JSON for a plan, ready to paste."""
     if step.way.framework == "megatron":
         return " \\\n  ".join(megatron_flags(step))
     return json.dumps(deepspeed_config(step), indent=1)
 
 
 def megatron_flags(step: PredictedStep) -> list[str]:
-    """Return flags for a training script under the launcher, a flag with its value in each."""
+    """Return flags for a training script under the launcher, each with its value."""
     way, attention, seq = step.way, step.attention, sharded(step)
     flags = [
         f"--tensor-model-parallel-size {way.tp}",
@@ -36,8 +36,8 @@ def megatron_flags(step: PredictedStep) -> list[str]:
     flags += ["--sequence-parallel"] * (way.tp > 1)
     if way.ep > 1:
         flags += [f"--expert-model-parallel-size {way.ep}", "--moe-token-dispatcher-type alltoall"]
-    left, documents, _ = _mask(step)
-    flags += [f"--window-size {left},0"] * (left is not None)
+    window, documents, _ = _mask(step)
+    flags += [f"--window-size {window},0"] * (window is not None)
     flags += ["--dataloader-inter-document-masking"] * documents
     if way.chunks > 1:
         layers = step.model.layers // way.pp // way.chunks
@@ -93,37 +93,37 @@ def deepspeed_config(step: PredictedStep) -> dict[str, Any]:
 
 
 def sharded(step: PredictedStep) -> int:
-    """Return the tokens that ranks of CP and TP share evenly: Megatron takes no others."""
+    """Return a sequence's tokens, rounded up so that CP and TP ranks share it evenly, as Megatron needs."""
     shares = 2 * step.way.cp * step.way.tp if step.way.cp * step.way.tp > 1 else 1
     return -(-step.seq // shares) * shares
 
 
 def notes(step: PredictedStep) -> list[str]:
-    """Return what a way needs besides that which is pasted, a sentence each."""
+    """Return the needs of a plan beyond the pasted settings, a sentence each."""
     megatron = step.way.framework == "megatron"
-    left, documents, expressible = _mask(step)
-    told = []
+    window, documents, expressible = _mask(step)
+    lines = []
     if megatron and sharded(step) != step.seq:
-        told.append(f"--seq-length {sharded(step)} is {step.seq} rounded up, so that ranks share it evenly")
+        lines.append(f"--seq-length {sharded(step)} is {step.seq} rounded up, so that ranks share it evenly")
     if not expressible:
         asks = "a flag" if megatron else "a section of DeepSpeed's JSON"
-        told.append(f"mask {step.mask} is not expressible by {asks}: pass it to burst_attention in a layer")
-    told += of_windows(step)
-    if not megatron and left is not None and step.mask != step.model.mask(step.seq):
-        told.append(f"the window is the model's: config.json must have sliding_window {left + 1}")
+        lines.append(f"mask {step.mask} is not expressible by {asks}: pass it to burst_attention in a layer")
+    lines += of_windows(step)
+    if not megatron and window is not None and step.mask != step.model.mask(step.seq):
+        lines.append(f"the window is the model's: config.json must have sliding_window {window + 1}")
     if documents:
-        told.append(
+        lines.append(
             "documents are those of the packed data"
             if megatron
             else "documents are those of the batches: position_ids that restart at 0, or cu_seqlens"
         )
     if not megatron and step.model.experts:
-        told.append(f"all experts are on every rank, sharded by ZeRO alone; EP is {NOT_EXPRESSIBLE}")
-    return told
+        lines.append(f"all experts are on every rank, sharded by ZeRO alone; EP is {NOT_EXPRESSIBLE}")
+    return lines
 
 
 def of_windows(step: PredictedStep) -> list[str]:
-    """Return what the model's own windows have to do with the mask that was predicted."""
+    """Return a note on the model's window layers against the predicted mask."""
     model = step.model
     if not model.windowed or model.window >= step.seq:
         return []
@@ -138,7 +138,7 @@ def of_windows(step: PredictedStep) -> list[str]:
 
 
 def _mask(step: PredictedStep) -> tuple[int | None, bool, bool]:
-    """Return a mask as frameworks ask for it: (tokens back of a window, documents, whether that is all)."""
+    """Return a mask by frameworks' settings: (tokens back of a window, documents, whether that is all)."""
     mask = mask_of(step.mask, step.seq)
     match [term for term in mask.terms if not isinstance(term, Documents)]:
         case [Window(left=left, right=0)]:

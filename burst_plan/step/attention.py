@@ -1,4 +1,4 @@
-"""Attention of one layer on the clock of the cost model: the schedule that runs, its time, its exposure."""
+"""Attention of one layer on the clock of the cost model: the schedule, its time, its exposed messages."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from burst_plan.words import mask_of
 OPEN = BurstConfig(head_parallel="auto")
 """Settings that leave all but the layout to the cost model."""
 LAYOUTS: Sequence[str] = ("zigzag", "contiguous", "striped")
-"""Layouts that are tried for masks other than "causal" and "full", for which zigzag is balanced."""
+"""Layouts that are compared for masks other than "causal" and "full", for which zigzag is balanced."""
 UNSCATTERED = LAYOUTS[:2]
-"""Those in which neighbouring tokens stay together, as recurrences and convolutions need."""
+"""Layouts with neighbouring tokens on one rank, as recurrences and convolutions need."""
 COMPARED = 64
 """Ranks up to which layouts are compared: each is planned rank by rank, which takes seconds on more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """Seconds of a layer's attention on the slowest rank, and the way that takes them."""
+    """Seconds of a layer's attention on the slowest rank, and the candidate that takes them."""
 
     forward: float
     backward: float
@@ -53,8 +53,8 @@ class AttentionTime:
         return min(1.0, self.kernel / max(self.kernel, self.forward + self.backward))
 
     def __str__(self) -> str:
-        apart = " outer" * (self.head_placement == "outer")
-        heads = f"head_parallel {self.head_parallel}{apart}"
+        placement = " outer" * (self.head_placement == "outer")
+        heads = f"head_parallel {self.head_parallel}{placement}"
         return f"layout {self.layout}, ring {self.ring}, {heads}, backward {self.direction}"
 
 
@@ -70,9 +70,9 @@ def attention(
     """Return the attention that "auto" chooses where settings leave it open.
 
     Args:
-        mask: in words.
+        mask: an expression of `burst_plan.words`.
         config: settings; None leaves all of it open, the layout too.
-        layouts: words of the layouts to try if settings leave the layout open.
+        layouts: names of the layouts to compare if settings leave the layout open.
 
     Raises:
         ValueError: a mask or settings that do not go with the sequence and the ranks.
@@ -87,7 +87,7 @@ def attention(
 
 
 def _layouts(mask: str, seq: int, ranks: int, layouts: Sequence[str]) -> Sequence[str]:
-    """Return the layouts to try, the first that is balanced or local on many ranks."""
+    """Return the layouts to compare; on many ranks the first that is balanced or local."""
     if mask in ("causal", "full") or ranks == 1:
         return layouts[:1]
     if ranks <= COMPARED:
@@ -121,7 +121,7 @@ def _question(
 
 
 def beside_rule(runs: AttentionTime, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> str:
-    """Say which way a call takes by its rule on the same layout, and by how much the way is behind."""
+    """Describe the candidate of a call's rule on the same layout, and how much slower it is."""
     question = _question(runs.layout, shard, seq, ranks, rates, mask)
     taken_way = taken(replace(OPEN, layout=runs.layout), question)
     route, behind = taken_way.route, taken_way.seconds / (runs.forward + runs.backward) - 1
@@ -130,17 +130,17 @@ def beside_rule(runs: AttentionTime, shard: Shard, seq: int, ranks: Ranks, rates
     words = f'rule of a call with all "auto": {way}, '
     if behind <= AS_FAST - 1:
         return f"{words}as fast (simulated)"
-    own = to_paste(runs.ring, runs.head_parallel, runs.head_placement, runs.direction)
-    return f"{words}{behind:.0%} slower (simulated); to paste: {own}"
+    settings = to_paste(runs.ring, runs.head_parallel, runs.head_placement, runs.direction)
+    return f"{words}{behind:.0%} slower (simulated); to paste: {settings}"
 
 
 def keys(mask: str, seq: int) -> float:
-    """Return how many keys a token attends to, on average. Raises ValueError as `attention`."""
+    """Return the mean number of keys that a token attends to. Raises ValueError as `attention`."""
     return seq / 2 if mask == "causal" else _pairs_before(mask, seq, seq) / seq
 
 
 def again(mask: str, seq: int, kept: float) -> float:
-    """Return the share of attention's forward that comes before the kept end of a sequence."""
+    """Return the share of attention's forward before the kept suffix of a sequence."""
     if mask == "causal":
         return (1 - kept) ** 2
     return _pairs_before(mask, seq, round((1 - kept) * seq)) / _pairs_before(mask, seq, seq)

@@ -1,4 +1,4 @@
-"""The figures of a predicted step: tokens a second, and how wrong such have been, MFU, memory, timeline."""
+"""The figures of a predicted step: tokens a second, the errors of such predictions, MFU, memory, timeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from burst_plan.step.way import Way
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster: its ranks, their speeds, and what a GPU has. A kernel beyond the peak is a ValueError."""
+    """A cluster: its ranks, their rates, and its GPU. A kernel above the peak raises ValueError."""
 
     ranks: Ranks
     rates: Rates
@@ -39,7 +39,7 @@ class Cluster:
 
     @classmethod
     def of(cls, machine: Machine, ranks: Ranks, name: str, rates: Rates | None = None) -> Cluster:
-        """Return a cluster of a machine; rates: in place of the machine's."""
+        """Return a cluster of a machine; rates: instead of the machine's."""
         peak, rates = machine.tflops * 1e12, rates or machine.rates
         return cls(ranks=ranks, rates=rates, peak=peak, memory=machine.memory, name=name)
 
@@ -52,7 +52,7 @@ class Cluster:
 TABLE = "errors.json"
 """The ranges of errors on the public runs of benchmarks/public/training.json: `make tables` writes them."""
 KINDS = ("one GPU", "dense FSDP", "TP or PP", "experts", "long context")
-"""Kinds of ways, whose errors have different causes: see `kind_of`."""
+"""Kinds of plans, whose errors have different causes: see `kind_of`."""
 
 
 class Errors(NamedTuple):
@@ -80,7 +80,7 @@ class Errors(NamedTuple):
 
 
 def kind_of(way: Way, model: Model) -> str:
-    """Return the kind of a way, one of `KINDS`: by experts first, then by what ranks share."""
+    """Return the kind of a plan, one of `KINDS`: by experts first, then by parallelism."""
     if model.experts:
         return "experts"
     if way.tp > 1 or way.pp > 1:
@@ -91,7 +91,7 @@ def kind_of(way: Way, model: Model) -> str:
 
 
 def errors_of(way: Way, model: Model) -> Errors:
-    """Return the errors of predicted speeds of the same kind, as the committed table has them."""
+    """Return the errors of predicted speeds of the same kind, from the committed table."""
     kind = kind_of(way, model)
     return _table().get(kind, Errors(kind))
 
@@ -112,7 +112,7 @@ class PredictedStep:
     place: Cluster
     attention: AttentionTime
     mask: str = "causal"
-    """Of all layers, in words."""
+    """The mask of all layers, as an expression."""
 
     @cached_property
     def memory(self) -> dict[str, float]:
@@ -140,12 +140,12 @@ class PredictedStep:
 
     @property
     def mfu(self) -> float:
-        """Share of the peak: FLOPs of the model under its mask, none of them recomputed."""
+        """Share of the peak: FLOPs of the model under its mask, without recomputed ones."""
         return self.model.flops(keys(self.mask, self.seq)) * self.tokens_per_second / self.place.peak
 
     @property
     def errors(self) -> Errors:
-        """How wrong predicted speeds of this kind have been."""
+        """The errors of predicted speeds of this kind."""
         return errors_of(self.way, self.model)
 
     @property
@@ -183,7 +183,7 @@ class PredictedStep:
 
 
 def short(number: float, digits: int = 3) -> str:
-    """Return a number in so many digits, or all before its point: no exponent of a large one."""
+    """Return a number to so many digits, or all digits before its point: large ones have no exponent."""
     return f"{number:.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:.0f}"
 
 
@@ -194,6 +194,6 @@ def step(model: Model, way: Way, seq: int, place: Cluster, mask: str = "causal")
         ValueError: as `attention`.
     """
     ranks, layouts = way.ring(place.ranks), UNSCATTERED if model.mixer.layers else LAYOUTS
-    layouts = layouts if model.attending else UNSCATTERED[1:]  # has the shorter scan, and nothing to balance
+    layouts = layouts if model.attending else UNSCATTERED[1:]  # has the shorter scan; balance is not needed
     runs = attention(shard_of(model, way, seq), seq, ranks, place.rates, mask, layouts=layouts)
     return PredictedStep(model, way, seq, place, runs, mask)

@@ -16,13 +16,13 @@ from burst_plan.step.way import Way
 ADAM = 12
 """Bytes of a parameter: a float32 copy and Adam's two moments (arXiv 1910.02054, section 3)."""
 FUSED_LOGITS = 5e9
-"""Bytes of the logits that a fused loss has at a time, at most: a sixteenth of a GPU of 80 GB."""
+"""Most bytes of logits that a fused loss holds at a time: a sixteenth of a GPU of 80 GB."""
 ON_GPU = LossChunks(most=FUSED_LOGITS, products=Products(torch.float32, torch.bfloat16))
 ON_CPU = LossChunks(
     most=CHUNK_BYTES, products=Products(torch.bfloat16, torch.bfloat16), rows=2 * VOCABULARY_BLOCK
 )
 RESERVED = 2e9
-"""Bytes of a GPU that CUDA, NCCL and the allocator's gaps take beside tensors: an assumption."""
+"""Bytes of a GPU that CUDA, NCCL and the allocator's gaps take in addition to tensors: an assumption."""
 
 
 def shard_of(model: Model, way: Way, seq: int) -> Shard:
@@ -46,7 +46,7 @@ def stack(
 
     Args:
         direction: the side that rotates in attention's backward.
-        nodes: nodes of the ring; two rings are under way at once if there are several.
+        nodes: nodes of the ring; with several, two rings are active at once.
         heads: ranks that share heads.
     """
     every = moments(model, way, seq, direction, nodes, heads, layout)
@@ -59,48 +59,48 @@ def moments(
 ) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:  # fmt: skip
     """Yield each moment, forward first, then the worst of each backward, and its bytes: stacks that add up.
 
-    Backward goes from the last part to the first. What a part keeps is gone when the part before begins. The
+    Backward goes from the last part to the first. A part's saved tensors are freed before the next part. The
     ring's buffers stay: in a pool on a CPU, and on a GPU in the caching allocator, which seldom gives large
-    blocks to tensors of other sizes. The latter is an assumption, made beside the paper's figures.
+    blocks to tensors of other sizes. The latter is an assumption, chosen to match the paper's figures.
     """
     shard = shard_of(model, way, seq)
     kinds, last = layers(model, way, shard, layout), ends(model, way, shard, chunks)
     buffers = {"ring buffers": ring_bytes(shard, way, direction, nodes) * (model.attending > 0)}
     if alone := heads == way.cp > 1:  # gradients of Q, K and V before and after an exchange of heads
         buffers = {"exchanged heads": 2.0 * (shard.q_bytes + shard.kv_bytes) * on_gpu(shard, way)}
-    held = {**states(model, way), **_inputs(model, way, shard), **buffers}
+    base = {**states(model, way), **_inputs(model, way, shard), **buffers}
     waiting = 0.0 if way.recomputes else in_flight(model, way)
     others = [_times(waiting * share, kept(parts)) for share, parts in kinds]
-    yield "forward", (held, *others, kept(last))
+    yield "forward", (base, *others, kept(last))
     for place, part in enumerate(last):
         whole = 4.0 * model.head / way.tp * (way.zero >= 3)  # the head and its gradient, for the loss
         work = {f"backward of {part.name}": part.backward, "gathered weights": whole}
-        yield f"backward of {part.name}", (held, *others, kept(last[: place + 1]), work)
+        yield f"backward of {part.name}", (base, *others, kept(last[: place + 1]), work)
     others = [_times(max(0.0, waiting - 1) * share, kept(parts)) for share, parts in kinds]
     work = _work(model, way, shard)
     for kind, (_, parts) in enumerate(kinds):
         for place, part in enumerate(parts):
             now = {f"backward of {part.name}": part.backward, **work}
             if part.name == "attention" and way.cp > 1 and not alone:
-                most = shard.backward_bytes(way.cp, nodes, of_queries=direction == "query")
-                now["results of a tile"] = on_gpu(shard, way) * max(0.0, most - buffers["ring buffers"])
-            yield f"{kind}.{place}: backward of {part.name}", (held, *others, kept(parts[: place + 1]), now)
+                results = shard.backward_bytes(way.cp, nodes, of_queries=direction == "query")
+                now["results of a tile"] = on_gpu(shard, way) * max(0.0, results - buffers["ring buffers"])
+            yield f"{kind}.{place}: backward of {part.name}", (base, *others, kept(parts[: place + 1]), now)
 
 
 def _times(number: float, stack: dict[str, float]) -> dict[str, float]:
-    """Return the bytes of a number of stacks."""
+    """Return a stack times a number."""
     return {name: number * size for name, size in stack.items()}
 
 
 def _merged(stacks: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return several stacks as one, without kinds that take nothing."""
+    """Return the sum of several stacks, without empty kinds."""
     names = dict.fromkeys(name for stack in stacks for name in stack)
     sizes = {name: sum(stack.get(name, 0.0) for stack in stacks) for name in names}
     return {name: size for name, size in sizes.items() if size}
 
 
 def _work(model: Model, way: Way, shard: Shard) -> dict[str, float]:
-    """Return bytes that backward of each part of a layer needs besides what is kept."""
+    """Return the bytes that backward of each part of a layer needs in addition to saved tensors."""
     hidden = shard.tokens * model.hidden
     modules = MODULES[way.modules]
     return {
@@ -118,7 +118,7 @@ def total(memory: dict[str, float]) -> float:
 
 
 def parameters(model: Model, way: Way) -> tuple[tuple[float, int], tuple[float, int]]:
-    """Return the parameters of a rank of the fullest pipeline stage, before ZeRO shards them.
+    """Return the parameters of a rank in the fullest pipeline stage, before ZeRO shards them.
 
     Each number comes with the ranks over which ZeRO shards it: routed experts are the second.
     """
@@ -129,12 +129,12 @@ def parameters(model: Model, way: Way) -> tuple[tuple[float, int], tuple[float, 
 
 
 def states(model: Model, way: Way) -> dict[str, float]:
-    """Return bytes of weights, gradients and optimizer. Megatron sums gradients in float32.
+    """Return the bytes of weights, gradients and optimizer. Megatron sums gradients in float32.
 
     DeepSpeed's gradients go to the host where its optimizer is (arXiv 2101.06840, section 4.1).
     """
-    own = parameters(model, way)
-    whole, sharded = sum(n for n, _ in own), sum(n / ranks for n, ranks in own)
+    numbers = parameters(model, way)
+    whole, sharded = sum(n for n, _ in numbers), sum(n / ranks for n, ranks in numbers)
     gradient = 4 if way.framework == "megatron" else 2
     if way.offload_optimizer and way.zero >= 2 and way.framework.endswith("deepspeed"):
         gradient = 0
@@ -146,28 +146,28 @@ def states(model: Model, way: Way) -> dict[str, float]:
 
 
 def in_flight(model: Model, way: Way) -> float:
-    """Return the layers of a stage that wait for backward, over its micro-batches in flight."""
+    """Return the number of layers of a stage whose backward is pending, over its micro-batches in flight."""
     flight = min(way.micro, way.pp) * (1 + (way.pp - 1) / (way.pp * way.chunks) * (way.chunks > 1))
     return flight * model.layers / way.pp
 
 
 def _inputs(model: Model, way: Way, shard: Shard) -> dict[str, float]:
-    """Return bytes that layers keep which are computed again in backward: inputs, and attention."""
+    """Return the bytes that recomputed layers save: their inputs, and kept attention."""
     if not way.recomputes:
         return {}
     layers = in_flight(model, way)
-    on_device = min(layers, 2)  # of what waits on the host: one in use, one on its way
-    inputs, kept = (on_device if host else layers for host in (way.offload_inputs, way.offload_activations))
+    on_device = min(layers, 2)  # of layers offloaded to the host: one in use, one in transfer
+    inputs, output = (on_device if host else layers for host in (way.offload_inputs, way.offload_activations))
     return {
         "inputs of layers": inputs * 2.0 * shard.tokens / way.tp * model.hidden,
-        "kept attention": kept * shard.result_bytes * way.kept * model.attending / model.layers,
+        "kept attention": output * shard.result_bytes * way.kept * model.attending / model.layers,
     }
 
 
 def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
-    """Return bytes of rotating blocks and of sums that stay, in attention's backward.
+    """Return the bytes of rotating blocks and of local sums, in attention's backward.
 
-    A ring of two ranks has one hop, so one block; a longer one receives a block while it reads another.
+    A ring of two ranks has one step, so one block; a longer ring receives a block while it reads another.
     """
     if way.cp == 1:
         return 0.0
@@ -178,9 +178,9 @@ def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
 
 
 def _gathered(model: Model, way: Way) -> float:
-    """Return bytes that ZeRO-3 has whole at once: weights of this layer and the next, and one gradient.
+    """Return the bytes that ZeRO-3 gathers at once: weights of this layer and the next, and one gradient.
 
-    The head and its gradient are counted as well: backward of the last layer begins before they are gone.
+    The head and its gradient are counted as well: backward of the last layer begins before they are freed.
     """
     if way.zero < 3:
         return 0.0
@@ -189,7 +189,7 @@ def _gathered(model: Model, way: Way) -> float:
 
 
 def _tied(model: Model, way: Way) -> float:
-    """Return bytes of the head's gradient, which waits for that of the embedding if both are one matrix.
+    """Return the bytes of the head's gradient, which is held until the embedding's if weights are tied.
 
     Fused kernels add it to Megatron's own buffer at once.
     """
@@ -198,7 +198,7 @@ def _tied(model: Model, way: Way) -> float:
 
 
 def longest(fits: Callable[[int], bool], unit: int, most: int = 2**31) -> int:
-    """Return the longest sequence that fits, in multiples of `unit`; 0 if none does."""
+    """Return the longest sequence that fits, in multiples of `unit`; 0 if none fits."""
     if not fits(unit):
         return 0
     low, high = 1, 2

@@ -1,7 +1,7 @@
-"""The parts of a decoder in the order of forward: bytes that each keeps for backward, and needs in backward.
+"""The parts of a decoder in the order of forward: bytes that each saves for backward, and needs in backward.
 
-Kept bytes were listed tensor by tensor, in a dispatch mode, for Megatron's local spec and transformers' Llama
-(docs/guides/plan-details.md). Those of TransformerEngine and of BMTrain follow from what their kernels read.
+Saved bytes were listed tensor by tensor, in a dispatch mode, for Megatron's local spec and for Llama
+in transformers (docs/guides/plan-details.md). TransformerEngine's and BMTrain's follow from kernels' inputs.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from burst_plan.step.way import Way
 
 
 class Bytes(NamedTuple):
-    """Bytes of a number: of a hidden state, of an MLP's width, or of the logits."""
+    """Bytes of one element: of a hidden state, of an MLP's width, or of the logits."""
 
     kept: int
     """From forward to backward."""
     backward: int
-    """Besides all that is kept, at the worst moment of its backward: gradients, less what they replaced."""
+    """In addition to saved bytes, at the worst moment of its backward: gradients, less the freed tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Modules:
-    """The modules that a layer is made of, and the bytes that their operators save."""
+    """The modules of a layer, and the bytes that their operators save."""
 
     norm: Bytes
     gated: Bytes
-    """An MLP with a gate: its kept numbers are those of two products, and of what is made of them."""
+    """An MLP with a gate: it saves the two products and their gated product."""
     angles: int = 0
-    """Bytes of a head dim that rotations save in each layer: cosines and sines of queries and of keys."""
+    """Bytes per head dim that rotations save in each layer: cosines and sines of queries and of keys."""
     views: bool = False
     """Whether V is a view of the product of Q, K and V, which then lives as long as V."""
     latent_views: bool = False
-    """Whether V is a view of the product of K and V that MLA makes of its latent."""
+    """Whether V is a view of MLA's product of K and V, from the latent."""
     output: int = 0
-    """Bytes of a hidden number of a layer's output, which a recomputation makes again and holds."""
+    """Bytes per hidden element of a layer's output, which a recomputation makes again and holds."""
     gathered: int = 2
-    """Bytes of a hidden number of the sequence that sequence parallelism gathers: one at a time, if fused."""
+    """Bytes per hidden element of the sequence that sequence parallelism gathers: one at a time, if fused."""
     logits: Bytes
-    """Logits that are not fused."""
+    """Logits of a loss that is not fused."""
     copies: Bytes
     """Copies of tokens for experts."""
     matrices: int = 4
-    """Modules of a dense layer that have a matrix: of Q, K and V, of O, and two of an MLP."""
+    """Modules of a dense layer with a matrix: of Q, K and V, of O, and two of an MLP."""
     weighted: int = 0
-    """Bytes of a number of an expert's width that the product with a routing weight keeps."""
+    """Bytes per element of an expert's width that the product with a routing weight saves."""
 
 
 MEGATRON = Modules(
     norm=Bytes(2 + 2, 2),  # input and result; the input's gradient
-    gated=Bytes(4 + 2, 4),  # both products and what is made of them; the gradient of both products
+    gated=Bytes(4 + 2, 4),  # both products and the gated product; the gradient of both products
     views=True,
     output=2,
     logits=Bytes(4, 2),  # a float32 softmax, which becomes the gradient; logits in 16 bits
@@ -73,20 +73,20 @@ TRANSFORMERS = Modules(
     logits=Bytes(4, 8),  # a float32 log-softmax; its gradient and that of the float32 logits
     copies=Bytes(2 + 2, 2),  # an expert's input and output; the input's gradient
 )
-"""Of transformers: Llama under DeepSpeed."""
+"""Modules of transformers: Llama under DeepSpeed."""
 MODULES = {
     "megatron": MEGATRON,
     "megatron, local": Modules(
         # A float32 copy of the input, the float32 normalised input, the result; five float32 temporaries.
         norm=Bytes(4 + 4 + 2, 5 * 4 - 2),
-        # Both products, SiLU of one, the other plus an offset, what is made of them; three gradients.
+        # Both products, SiLU of one, the other plus an offset, the gated product; three gradients.
         gated=Bytes(4 + 2 + 2 + 2, 3 * 2 - 2),
         angles=2 * 2 * 2,
         views=True,
         output=2,
         gathered=2 + 2,  # hidden states, in a buffer that stays, and their gradient
         logits=MEGATRON.logits,
-        copies=Bytes(2 + 2, 2),  # as they come from other ranks, and sorted by expert
+        copies=Bytes(2 + 2, 2),  # in the order of other ranks, and sorted by expert
         weighted=2,
     ),
     "deepspeed": TRANSFORMERS,
@@ -94,10 +94,10 @@ MODULES = {
     "megatron-deepspeed": MEGATRON,
     "bmtrain": replace(MEGATRON, views=False, output=0),
 }
-"""By `Way.modules`; where a name ends in "deepspeed", that is the engine.
+"""Modules by `Way.modules`; a suffix "deepspeed" is the engine.
 
-BMTrain's are taken to be fused, and to compute the loss as Megatron does. Liger's kernels in transformers are
-taken to be fused as those of TransformerEngine."""
+BMTrain's modules are assumed fused, with Megatron's loss. Liger's kernels in transformers are
+assumed to be fused as in TransformerEngine."""
 
 
 PLAIN = Bytes(2 + 2, 2)
@@ -109,7 +109,7 @@ CHUNK = 65536
 
 
 class LayerPart(NamedTuple):
-    """A part of a layer, or of what follows the layers."""
+    """A part of a layer, or of the modules behind the layers."""
 
     name: str
     kept: float
@@ -119,19 +119,19 @@ class LayerPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossChunks:
-    """How a fused loss makes logits: chunk by chunk, and the head's gradient with them."""
+    """How a fused loss makes logits: in chunks, with the gradient of the head."""
 
     most: float
-    """Bytes of the logits of a chunk, at most."""
+    """Most bytes of the logits of a chunk."""
     products: Products
     rows: int = 0
-    """Rows of the head whose gradient is made in 16 bits before it is added up, at most."""
+    """Most rows of the head whose gradient is made in 16 bits before it is accumulated."""
 
 
 def layers(
     model: Model, way: Way, shard: Shard, layout: str = "zigzag"
 ) -> list[tuple[float, list[LayerPart]]]:
-    """Return the kinds of layers: which share of all is of a kind, and its parts."""
+    """Return the kinds of layers: the share of each kind in all layers, and its parts."""
     dense = model.layers - model.sparse_layers - model.without_mlp
     mlps = [(dense, [_mlp(model, way, shard.tokens * model.ffn / way.tp)]),
             (model.sparse_layers, _experts(model, way, shard))]  # fmt: skip
@@ -156,27 +156,27 @@ def _attending(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
     attention = _attention(model, MODULES[way.modules], shard, alone=way.cp == 1)
     share = on_gpu(shard, way)
     attention = attention._replace(kept=share * attention.kept, backward=share * attention.backward)
-    if way.recomputes:  # what the layer keeps is counted with all layers
+    if way.recomputes:  # a layer's saved tensors are counted with all layers
         attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
     return [*_more_norms(model, way, shard), attention]
 
 
 def _recurrence(model: Model, way: Way, shard: Shard, layout: str) -> list[LayerPart]:
-    """Return a recurrence or a convolution: one run of its kernel, and over ranks states beside it."""
+    """Return a recurrence or a convolution: one call of its kernel, and over ranks also states."""
     if not (mixer := model.mixer).layers:
         return []
-    own = work(mixer, layout, shard.tokens * way.cp, way.cp)
-    kept = 2.0 * shard.tokens * own.kept + own.states
-    return [LayerPart(mixer.kind, kept, 2.0 * shard.tokens * (own.kept - mixer.kept + mixer.channels))]
+    load = work(mixer, layout, shard.tokens * way.cp, way.cp)
+    size = 2.0 * shard.tokens * load.kept + load.states
+    return [LayerPart(mixer.kind, size, 2.0 * shard.tokens * (load.kept - mixer.kept + mixer.channels))]
 
 
 def on_gpu(shard: Shard, way: Way) -> float:
-    """Return the share of Q, K, V and O that is on the GPU: two chunks of those that wait on the host."""
+    """Return the share of Q, K, V and O that is on the GPU: two chunks, if the others wait on the host."""
     return min(1.0, 2 * CHUNK / (shard.tokens * way.cp)) if way.chunked else 1.0
 
 
 def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> LayerPart:
-    """Return an MLP; width: the numbers of all tokens between its matrices.
+    """Return an MLP; width: its elements of all tokens between the matrices.
 
     A tile has as many tokens as a token has hidden numbers, as in DeepSpeed's TiledMLP.
     """
@@ -189,14 +189,14 @@ def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> LayerPart:
 def _experts(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
     """Return experts, shared and routed. Routing is taken to be even, and ranks of TP gather whole copies."""
     tokens = shard.tokens / way.tp
-    shared = _mlp(model, way, tokens * model.shared_ffn, "shared experts")
+    shared_part = _mlp(model, way, tokens * model.shared_ffn, "shared experts")
     width = tokens * model.active * model.expert_ffn
     routed = _mlp(model, way, width, "experts")
     modules, copies = MODULES[way.modules], shard.tokens * model.active * model.hidden
     router = 4.0 * tokens * model.experts  # its probabilities, in float32
     return [
         LayerPart("routed tokens", modules.copies.kept * copies + router, modules.copies.backward * copies),
-        shared,
+        shared_part,
         LayerPart(
             "experts",
             routed.kept + modules.weighted * width,
@@ -218,19 +218,19 @@ def _more_norms(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
 
 
 def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> LayerPart:
-    """Return attention: Q, K, V, O and LSE; in backward dO, and the gradients that no ring sums."""
+    """Return attention: Q, K, V, O and LSE; in backward dO, and gradients without a ring's sums."""
     rows = shard.tokens
     rotated = 2.0 * rows * (shard.heads + shard.kv_heads) * shard.head_dim
     values = 2.0 * rows * shard.kv_heads * shard.value_dim
     viewed = rotated * modules.views
-    if model.kv_rank:  # keys are copied with the part that all heads share
+    if model.kv_rank:  # keys are copied with the rope key of all heads
         viewed = 2.0 * rows * shard.kv_heads * (shard.head_dim - model.rope_dim) * modules.latent_views
-    kept = rotated + viewed + values + rows * modules.angles * shard.head_dim
-    gated = model.gates + shard.value_dim * (model.gates > 0)  # gates, and what they multiplied
-    kept += 2.0 * rows * shard.heads * gated
+    saved_bytes = rotated + viewed + values + rows * modules.angles * shard.head_dim
+    gated = model.gates + shard.value_dim * (model.gates > 0)  # gates, and their factor
+    saved_bytes += 2.0 * rows * shard.heads * gated
     return LayerPart(
         "attention",
-        kept + shard.result_bytes,
+        saved_bytes + shard.result_bytes,
         2.0 * rows * shard.heads * shard.value_dim + (rotated + values if alone else 0.0),
     )
 
@@ -243,17 +243,17 @@ def ends(model: Model, way: Way, shard: Shard, chunks: LossChunks) -> list[Layer
         logits = shard.tokens * vocab
         return [norm, LayerPart("logits", modules.logits.kept * logits, modules.logits.backward * logits)]
     head = model.head / way.tp
-    # Gradients wait for backward: of the hidden states in 16 bits, of the head in float32.
+    # Gradients are held until backward: of the hidden states in 16 bits, of the head in float32.
     waits = 2.0 * shard.tokens * model.hidden + 4.0 * head
     product = 2.0 * min(vocab, chunks.rows) * model.hidden
-    made, columns = chunks.products, max(int(vocab), model.hidden)  # a chunk has logits and their gradients
-    size = made.logits.itemsize + (made.gradients.itemsize if made.gradients != made.logits else 0)
-    chunk = automatic_chunk(shard.tokens, columns, made, int(chunks.most)) * vocab * size
+    dtypes, columns = chunks.products, max(int(vocab), model.hidden)  # a chunk has logits and their gradients
+    size = dtypes.logits.itemsize + (dtypes.gradients.itemsize if dtypes.gradients != dtypes.logits else 0)
+    chunk = automatic_chunk(shard.tokens, columns, dtypes, int(chunks.most)) * vocab * size
     return [norm, LayerPart("logits", waits, chunk + product)]
 
 
 def kept(parts: Sequence[LayerPart]) -> dict[str, float]:
-    """Return the bytes that parts keep, by name."""
+    """Return the bytes that parts save, by name."""
     sizes: dict[str, float] = {}
     for part in parts:
         sizes[part.name] = sizes.get(part.name, 0.0) + part.kept

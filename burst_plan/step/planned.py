@@ -1,4 +1,4 @@
-"""The answer of `burst-mcore plan --model`: from words of a command line to a search, and from it to text."""
+"""The answer of `burst-mcore plan --model`: from options of a command line to a search, and then to text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from burst_plan.tables import table
 from burst_plan.words import mask_of, tokens
 
 ALIGNED = (*["left"] * 3, *["right"] * 6)
-"""Columns of the table of ways, `_row`."""
+"""Alignment of the columns in the table of plans, `_row`."""
 MISSING = {"megatron": "these flags to your model's", "deepspeed": "your optimizer to this JSON"}
-"""What makes the settings that are printed whole, by framework."""
+"""The text on settings to complete, by framework."""
 LESS = ("exposed %", "attention", "off by", "MFU %", "s")
-"""Those that a narrow terminal does not show, the first first."""
+"""Columns that a narrow terminal leaves out, in this order."""
 
 
 def planned(
@@ -36,10 +36,10 @@ def planned(
     mask: str | None = None,
     gpu: str | None = None,
 ) -> Answer:
-    """Return the search that words ask for; without a mask that of the model.
+    """Return the search for command-line options; the default mask is the model's.
 
     Raises:
-        ValueError: words that are not legal, or that contradict each other.
+        ValueError: illegal or contradictory options.
     """
     sizes, pinned = model_of(model)
     length = length_of(seq, pinned.pop("seq", None))
@@ -64,7 +64,7 @@ def length_of(seq: str | None, megatrons: int | None) -> int:
     """Return the tokens of a sequence; megatrons: the --seq-length of Megatron's arguments.
 
     Raises:
-        ValueError: neither names it, or they contradict each other.
+        ValueError: both are missing, or they contradict each other.
     """
     if seq is None and megatrons is None:
         raise ValueError("give --seq: the tokens of a sequence, such as 1M")
@@ -76,7 +76,7 @@ def length_of(seq: str | None, megatrons: int | None) -> int:
 
 
 def text(answer: Answer, top: int) -> str:
-    """Return an answer as text: the ranked table, the recommendation, what to paste, what does not go."""
+    """Return an answer as text: the ranked table, the recommendation, settings to paste, infeasible plans."""
     chosen, model, place = answer.chosen, answer.model, answer.place
     lines = [
         f"{model.name}: {short(model.parameters / 1e9)} billion parameters, {answer.batch} x {answer.seq} "
@@ -106,7 +106,7 @@ def text(answer: Answer, top: int) -> str:
 
 
 def recommendation(answer: Answer) -> list[str]:
-    """Return the recommended way of an answer, its reason, and what to paste for each framework."""
+    """Return the recommended plan of an answer, its reason, and settings to paste for each framework."""
     if answer.chosen is None:
         return [answer.reason]
     way, runs, place = answer.chosen.way, answer.chosen.attention, answer.place

@@ -1,4 +1,4 @@
-"""The search over all ways to train a model on a cluster: feasible ways ranked, others with the reason."""
+"""The search over all plans to train a model on a cluster: feasible plans ranked, others with the reason."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found."""
+    """The result of a search."""
 
     model: Model
     seq: int
     batch: int
     place: Cluster
     ranked: list[PredictedStep]
-    """Feasible ways, the fastest first."""
+    """Feasible plans, the fastest first."""
     infeasible: list[tuple[Way, str]]
-    """Ways that do not go, and why."""
+    """Infeasible plans, with reasons."""
     legal: list[Way]
-    """Ways that go if memory does not matter."""
+    """Plans that are feasible apart from memory."""
     pinned: Mapping[str, int]
-    """Degrees that were given."""
+    """Degrees that the user gave."""
     mask: str = "causal"
 
     @cached_property
     def lengths(self) -> dict[str, tuple[int, Way]]:
-        """By framework: the longest sequence that fits, and its way."""
+        """By framework: the longest sequence that fits, and its plan."""
         return lengths(self.model, self.place, self.legal)
 
     @property
     def chosen(self) -> PredictedStep | None:
-        """The recommended way."""
+        """The recommended plan."""
         return min(_close(self.ranked), key=_plain, default=None)
 
     def best_of(self, framework: str) -> PredictedStep | None:
-        """Return the recommended way among those of a framework."""
-        own = [one for one in self.ranked if one.way.framework == framework]
-        as_fast = [one for one in _close(self.ranked) if one in own] or _close(own)
+        """Return the recommended plan of a framework."""
+        ours = [one for one in self.ranked if one.way.framework == framework]
+        as_fast = [one for one in _close(self.ranked) if one in ours] or _close(ours)
         return min(as_fast, key=_plain, default=None)
 
     @property
     def reason(self) -> str:
-        """Why the recommended way, in a sentence."""
+        """The reason for the recommended plan, in a sentence."""
         chosen = self.chosen
         if chosen is None:
             return f"no way fits {self.seq} tokens; {self._fitting()}"
@@ -70,14 +70,14 @@ class Answer:
         )
 
     def _fitting(self) -> str:
-        """Say which length would fit."""
+        """Return a note on the length that would fit."""
         if not self.lengths:
             return "nor does any way fit a shorter sequence"
         seq, way = max(self.lengths.values(), key=lambda one: one[0])
         return f"{seq} tokens would fit ({way})"
 
     def _without_offload(self, chosen: PredictedStep) -> str:
-        """Say why a way offloads; nothing of a way that does not."""
+        """Return the reason why a plan offloads; nothing for a plan without offload."""
         plain = replace(chosen.way, offload_optimizer=False, offload_activations=False)
         if plain == chosen.way:
             return ""
@@ -88,7 +88,7 @@ class Answer:
         return f"without offload it takes {slower.seconds / chosen.seconds - 1:.1%} longer, "
 
     def _beside(self, chosen: PredictedStep) -> str:
-        """Say what the next way takes that is slower."""
+        """Return a note on the time of the next slower plan."""
         close = _close(self.ranked)
         if len(close) < len(self.ranked):
             slower = self.ranked[len(close)]
@@ -123,17 +123,17 @@ class Answer:
 
 
 def _close(ranked: list[PredictedStep]) -> list[PredictedStep]:
-    """Return the ways as fast as the first: of these the one that offloads least wins, then least memory."""
+    """Return the plans as fast as the first: the least offloading first, then the least memory."""
     return [one for one in ranked if one.seconds <= AS_FAST * ranked[0].seconds]
 
 
 def waits(step: PredictedStep) -> str:
-    """Say which share of a step is exposed communication or waiting, and what causes most of it."""
+    """Return a note on the share of exposed communication and waiting in a step, and its main cause."""
     exposed = step.times.exposed
     share = sum(exposed.values()) / step.seconds
     cause = max(exposed, key=exposed.__getitem__, default="")
-    most = f" (most: {cause})" if share >= 0.005 else ""
-    return f"{share:.0%} of a step is exposed communication or waiting{most}"
+    cause_words = f" (most: {cause})" if share >= 0.005 else ""
+    return f"{share:.0%} of a step is exposed communication or waiting{cause_words}"
 
 
 def _plain(step: PredictedStep) -> tuple[int, float]:
@@ -149,11 +149,11 @@ def search(
     mask: str = "causal",
     frameworks: Sequence[str] = FRAMEWORKS,
 ) -> Answer:
-    """Predict every way to train `batch` sequences a step.
+    """Predict every plan to train `batch` sequences a step.
 
     Args:
-        pinned: degrees that are given: "tp", "cp", "pp", "ep".
-        mask: of all layers, in words.
+        pinned: degrees that the user gave: "tp", "cp", "pp", "ep".
+        mask: of all layers, as an expression.
 
     Raises:
         ValueError: degrees that contradict the cluster, the model or the batch, or a mask that does not go.
@@ -177,15 +177,15 @@ def search(
         else:
             infeasible.append((way, reason))
     if not legal:
-        asked = ", ".join(f"{name.upper()} {n}" for name, n in pinned.items()) or "any degrees"
+        degrees = ", ".join(f"{name.upper()} {n}" for name, n in pinned.items()) or "any degrees"
         why = infeasible[0][1] if infeasible else _why_none(place.ranks, batch, pinned)
-        raise ValueError(f"no way over {place.ranks.size} ranks with {asked}: {why}")
+        raise ValueError(f"no way over {place.ranks.size} ranks with {degrees}: {why}")
     ranked.sort(key=lambda one: one.seconds)
     return Answer(model, seq, batch, place, ranked, infeasible, legal, pinned, mask)
 
 
 def _why_none(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> str:
-    """Return why the degrees that are given make up no cluster, or leave no legal data parallelism."""
+    """Return why the given degrees make up no cluster, or leave no legal data parallelism."""
     product = math.prod(pinned.get(name, 1) for name in ("tp", "cp", "pp"))
     if cluster.size % product:
         return f"{product} ranks of a replica do not divide {cluster.size}"
@@ -195,21 +195,21 @@ def _why_none(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> str:
 
 
 def kind(why: str) -> str:
-    """Return a reason without its numbers of bytes, so that alike ones are counted together."""
+    """Return a reason without its numbers of bytes, so that similar reasons are counted together."""
     if not why.startswith("out of memory"):
         return why
     return f"out of memory, most of it {why.rpartition('most of it ')[2]}"
 
 
 def least(model: Model, way: Way, seq: int, nodes: int = 1) -> dict[str, float]:
-    """Return the stack of the attention schedule that takes least memory: a ring, or heads that all share."""
-    shared = {1, way.cp} if shard_of(model, way, seq).kv_heads % way.cp == 0 else {1}
-    runs = itertools.product(("query", "kv"), (nodes,), shared, ("contiguous",))  # has fewest fragments
+    """Return the stack of the attention schedule with the least memory: a ring, or heads shared by all."""
+    groups = {1, way.cp} if shard_of(model, way, seq).kv_heads % way.cp == 0 else {1}
+    runs = itertools.product(("query", "kv"), (nodes,), groups, ("contiguous",))  # has fewest fragments
     return min((stack(model, way, seq, *run) for run in runs), key=total)
 
 
 def too_large(memory: dict[str, float], place: Cluster) -> str | None:
-    """Return why a stack does not go on a GPU; None if it does."""
+    """Return why a stack does not fit a GPU; None if it fits."""
     if total(memory) <= place.usable:
         return None
     largest = max(memory, key=memory.__getitem__)
@@ -225,10 +225,10 @@ def ways(
     pinned: Mapping[str, int],
     frameworks: Sequence[str] = FRAMEWORKS,
 ) -> Iterator[Way]:
-    """Yield all ways whose degrees make up the cluster and whose ranks divide the batch."""
+    """Yield all plans whose degrees make up the cluster and whose ranks divide the batch."""
     for framework in frameworks:
         for degrees in _degrees(framework, model, cluster, batch, pinned):
-            if framework == "deepspeed" and degrees["ep"] > 1:  # once, to say why not
+            if framework == "deepspeed" and degrees["ep"] > 1:  # once, for the reason
                 yield Way(framework=framework, zero=3, **degrees)
                 continue
             # One rank has nothing to shard: the stages of ZeRO are the same.
@@ -238,8 +238,8 @@ def ways(
                 for (recompute, keep), fused in itertools.product(RECOMPUTES, (True, False)):
                     way = replace(base, recompute=recompute, keep=keep, fused_loss=fused)
                     hosts = (False, True) if recompute in ("attention", "segment") else (False,)
-                    for optimizer, kept in itertools.product((False, True), hosts):
-                        yield replace(way, offload_optimizer=optimizer, offload_activations=kept)
+                    for optimizer, activations in itertools.product((False, True), hosts):
+                        yield replace(way, offload_optimizer=optimizer, offload_activations=activations)
 
 
 def _degrees(
@@ -261,7 +261,7 @@ def _degrees(
 
 
 def lengths(model: Model, place: Cluster, legal: list[Way]) -> dict[str, tuple[int, Way]]:
-    """Return the longest sequence of each framework: memory alone decides."""
+    """Return the longest sequence of each framework, which memory alone limits."""
     longest_of: dict[str, tuple[int, Way]] = {}
     for way in legal:
         nodes = -(-way.cp // way.ring(place.ranks).intra)
@@ -273,5 +273,5 @@ def lengths(model: Model, place: Cluster, legal: list[Way]) -> dict[str, tuple[i
 
 
 def _holds(model: Model, way: Way, nodes: int, usable: float, seq: int) -> bool:
-    """Return whether a sequence fits with the schedule that takes least memory."""
+    """Return whether a sequence fits with the schedule of least memory."""
     return total(least(model, way, seq, nodes)) <= usable

@@ -27,15 +27,15 @@ Norms, residuals, rotations and activations make them, fused as Megatron's are: 
 COPIES = 4
 """Passes of memory over the copies of tokens for experts, which are written and read back: an assumption."""
 KEPT = 2
-"""Passes of memory over what a recurrence keeps, which is written and read: an assumption."""
+"""Passes of memory over the saved tensors of a recurrence, which are written and read: an assumption."""
 COLLECTIVES = 2
 """A gather and a scatter of sequence parallelism around attention, and around an MLP, in a layer's pass.
 
 It is arXiv 2205.05198, section 4.2. Around experts ranks gather and scatter copies of tokens."""
 EXCHANGES = 2
-"""Of expert parallelism, in a layer's pass: tokens go to experts, and back."""
+"""Exchanges of expert parallelism, in a layer's pass: tokens go to experts, and back."""
 PREFETCH = 5e7
-"""Parameters that DeepSpeed gathers ahead, beside a module: `stage3_prefetch_bucket_size` of its config."""
+"""Parameters that DeepSpeed prefetches during a module: `stage3_prefetch_bucket_size` of its config."""
 PAGEABLE = 1 / 5
 """Share of the rate of pinned memory that copies to and from pageable memory reach.
 
@@ -51,7 +51,7 @@ class Times:
     compute: Mapping[str, float]
     """By part."""
     exposed: Mapping[str, float]
-    """Of communication and waiting that nothing hides, by cause."""
+    """Exposed communication and waiting, by cause."""
 
     @property
     def total(self) -> float:
@@ -122,17 +122,17 @@ def times(
 def _mixed(
     mixer: Mixer, way: Way, seq: int, layout: str, cluster: Ranks, rates: Rates, rate: float
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of recurrences or convolutions, by products or memory, and of a pass' exchanges."""
-    own, passes = work(mixer, layout, seq, way.cp), way.micro * mixer.layers
-    forth, home = (2.0 * (KEPT * own.kept + moved) / rates.memory for moved in own.moved)
-    token = (FORWARD + way.recomputes * FORWARD) * max(2 * own.products / rate, forth)
-    token += BACKWARD * max(2 * own.back / rate, home)
-    there = exchanges(mixer, layout, seq, way.ring(cluster), rates) if way.cp > 1 else {}
-    return passes * seq / way.cp * token, {name: passes * seconds for name, (_, seconds) in there.items()}
+    """Return the seconds of recurrences or convolutions, from products or memory, and of their exchanges."""
+    load, passes = work(mixer, layout, seq, way.cp), way.micro * mixer.layers
+    forth, home = (2.0 * (KEPT * load.kept + moved) / rates.memory for moved in load.moved)
+    token = (FORWARD + way.recomputes * FORWARD) * max(2 * load.products / rate, forth)
+    token += BACKWARD * max(2 * load.back / rate, home)
+    costs = exchanges(mixer, layout, seq, way.ring(cluster), rates) if way.cp > 1 else {}
+    return passes * seq / way.cp * token, {name: passes * seconds for name, (_, seconds) in costs.items()}
 
 
 def _elementwise(model: Model, layers: float) -> float:
-    """Return bytes that norms, rotations, residuals and activations of a forward move for a token."""
+    """Return the bytes that norms, rotations, residuals and activations of a forward move per token."""
     heads = (model.heads + model.kv_heads) * model.head_dim * model.attending / model.layers
     copies = model.sparse_layers / model.layers * model.active * model.hidden
     width = model.width * (1 - model.without_mlp / model.layers)
@@ -141,11 +141,11 @@ def _elementwise(model: Model, layers: float) -> float:
 
 
 def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> float:
-    """Return the seconds of Adam, which memory bounds, on the GPU or on the host."""
-    own = sum(n / (ranks if way.zero else 1) for n, ranks in parameters(model, way))
+    """Return the seconds of Adam, limited by memory, on the GPU or on the host."""
+    numbers = sum(n / (ranks if way.zero else 1) for n, ranks in parameters(model, way))
     if way.offload_optimizer:
-        return own * (4 / constants.host_link + ADAM_ON_HOST / constants.host_memory)
-    return own * ADAM_ON_GPU / rates.memory
+        return numbers * (4 / constants.host_link + ADAM_ON_HOST / constants.host_memory)
+    return numbers * ADAM_ON_GPU / rates.memory
 
 
 def _tensor(
@@ -158,7 +158,7 @@ def _tensor(
     passes: float,
     product: float,
 ) -> float:
-    """Return seconds of tensor and sequence parallelism; product: seconds of a parameter in a forward.
+    """Return the seconds of tensor and sequence parallelism; product: seconds of a parameter in a forward.
 
     Backward gathers the inputs of attention and of an MLP once more, while it makes the gradients of these
     inputs (arXiv 2205.05198, section 4.2.2).
@@ -179,7 +179,7 @@ def _tensor(
 def _experts(
     model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
 ) -> float:
-    """Return seconds of expert parallelism: tokens go to experts and back."""
+    """Return the seconds of expert parallelism: tokens go to experts and back."""
     if way.ep == 1:
         return 0.0
     size = 2 * seq / way.cp / way.tp * model.active * model.hidden
@@ -188,7 +188,7 @@ def _experts(
 
 
 def _exchange(size: float, ranks: Ranks, rates: Rates) -> float:
-    """Return the seconds of an all-to-all in which a rank has `size` bytes for all ranks, itself included."""
+    """Return the seconds of an all-to-all of `size` bytes per rank for all ranks, itself included."""
     near = size * (ranks.intra - 1) / ranks.size / rates.link(inter=False)
     far = size * (ranks.size - ranks.intra) / ranks.size / rates.link(inter=True)
     return max(near, far)
@@ -197,8 +197,8 @@ def _exchange(size: float, ranks: Ranks, rates: Rates) -> float:
 def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `size` bytes; within: ranks of a node.
 
-    NCCL runs rings: each hop passes all shares but one, those between nodes too, whose cards run rings side
-    by side (nccl-tests, doc/PERFORMANCE.md).
+    NCCL runs rings: each ring step passes all shares but one, also between nodes, where network cards run
+    parallel rings (nccl-tests, doc/PERFORMANCE.md).
     """
     far = within * rates.link(inter=True) if ranks > within else math.inf
     return size * (ranks - 1) / ranks / min(rates.link(inter=False), far)
@@ -207,7 +207,7 @@ def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
 def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
     """Return the seconds of a collective of all parameters over the ranks of ZeRO.
 
-    Experts go over fewer ranks: those that hold the same ones, every `ep`-th.
+    Experts go over fewer ranks: every `ep`-th, which have the same experts.
     """
     (rest, ranks), (experts, alike) = parameters(model, way)
     node = max(1, cluster.intra // way.tp)
@@ -216,18 +216,18 @@ def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: R
 
 
 def _beside(model: Model, way: Way, gathers: float, busy: float) -> float:
-    """Return the seconds of gathers that compute hides: of those that are begun ahead of their layer.
+    """Return the hidden seconds of gathers: of gathers that begin before their layer.
 
-    A layer is gathered ahead as a whole. DeepSpeed gathers `PREFETCH` parameters beside each module.
+    A layer is gathered ahead as a whole. DeepSpeed gathers `PREFETCH` parameters during each module.
     """
     dense = model.parameters - model.expert_parameters - model.head * (1 if model.tied else 2)
     layer = dense / model.layers / way.tp
-    most = PREFETCH * MODULES[way.modules].matrices if way.framework.endswith("deepspeed") else layer
-    return min(gathers * min(1.0, most / layer), busy)
+    prefetch = PREFETCH * MODULES[way.modules].matrices if way.framework.endswith("deepspeed") else layer
+    return min(gathers * min(1.0, prefetch / layer), busy)
 
 
 def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float, beside: float) -> float:
-    """Return exposed seconds of the reduction of gradients, beside backward of the last micro-batch.
+    """Return the exposed seconds of the reduction of gradients, during backward of the last micro-batch.
 
     Half of the gathers that compute hides, `beside`, are in backward, on the same links.
     """
@@ -244,15 +244,15 @@ def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float, 
 
 
 def _moved(model: Model, way: Way, seq: int, calls: float, busy: float, constants: Constants) -> float:
-    """Return exposed seconds of what goes to the host in forward, and back in backward.
+    """Return the exposed seconds of offload to the host in forward, and back in backward.
 
-    Copies of kept attention run beside compute. DeepSpeed copies inputs to pageable memory, and waits for
-    them (deepspeedai/DeepSpeed#501).
+    Copies of kept attention run in parallel with compute. DeepSpeed copies inputs to pageable memory, and
+    waits for them (deepspeedai/DeepSpeed#501).
     """
     if not way.recomputes:
         return 0.0
     attends = model.attending / model.layers
-    kept = attends * shard_of(model, way, seq).result_bytes * way.kept * way.offload_activations
+    attention = attends * shard_of(model, way, seq).result_bytes * way.kept * way.offload_activations
     inputs = 2.0 * seq / way.cp / way.tp * model.hidden * way.offload_inputs
     each = 2 * calls / constants.host_link
-    return max(0.0, each * kept - busy) + each * inputs / PAGEABLE
+    return max(0.0, each * attention - busy) + each * inputs / PAGEABLE

@@ -1,4 +1,4 @@
-"""A way to run a step: which ranks share what, what is kept for backward, and where states live."""
+"""A plan to run a step: parallelism by degree, tensors saved for backward, and the place of states."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ NOT_EXPRESSIBLE = "not expressible: DeepSpeed's JSON has no section for expert p
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How the ranks of a cluster run a step."""
+    """A plan to run a step on the ranks of a cluster."""
 
     framework: str = "megatron"
     tp: int = 1
-    """Ranks that share matrices, and sequences between them (sequence parallelism)."""
+    """Ranks that share matrices, and slice sequences among them (sequence parallelism)."""
     cp: int = 1
     """Ranks that share a sequence."""
     pp: int = 1
     dp: int = 1
     ep: int = 1
-    """Ranks among the dp x cp that share the experts of a layer; TP shares the matrices of each."""
+    """Ranks among the dp x cp ranks that share the experts of a layer; TP shares the matrices of each."""
     chunks: int = 1
-    """Model chunks of a pipeline stage: more than 1 is the interleaved schedule."""
+    """Model chunks of a pipeline stage: above 1 the schedule is interleaved."""
     zero: int = 1
     """ZeRO's stage over the dp x cp ranks; 1 is Megatron's distributed optimizer, 3 also FSDP."""
     recompute: str = "none"
-    """As `burst_mcore.checkpointing`; full, attention (is kept), segment (attention of the end is kept)."""
+    """As `burst_mcore.checkpointing`; full, attention (is kept), segment (the suffix's attention is kept)."""
     keep: float = 1.0
-    """Of "segment": the share of the sequence whose attention is kept."""
+    """For "segment": the share of the sequence whose attention is kept."""
     offload_optimizer: bool = False
     offload_activations: bool = False
-    """Whether O and LSE that a recompute policy keeps wait in host memory."""
+    """Whether O and LSE that a recompute policy keeps are offloaded to host memory."""
     offload_inputs: bool = False
-    """Whether the inputs of layers that are computed again wait in host memory."""
+    """Whether the inputs of recomputed layers are offloaded to host memory."""
     chunked: bool = False
-    """Whether Q, K, V and O wait in host memory by chunks, of which two are on the GPU, as in FPDT.
+    """Whether Q, K, V and O are offloaded to host memory by chunks, with two on the GPU, as in FPDT.
 
     No copy is counted. By arithmetic, a chunk of 64K tokens takes eight times as long to compute at 200
     TFLOP/s as to copy at 25 GB/s."""
     tiled: bool = False
-    """Whether an MLP goes tile by tile, and keeps nothing: backward computes its first products again."""
+    """Whether an MLP goes tile by tile, and saves nothing: backward recomputes its first products."""
     fused_loss: bool = True
     local: bool = False
-    """Whether norms and SwiGLU of Megatron are torch's operators, as in its local spec, not fused kernels."""
+    """Whether norms and SwiGLU of Megatron are torch's operators, as in its local spec, instead of fused."""
     micro: int = 1
     """Micro-batches of a step, of one sequence each."""
 
@@ -66,25 +66,25 @@ class Way:
 
     @property
     def modules(self) -> str:
-        """Name of the modules that layers are made of, in `burst_plan.step.parts.MODULES`."""
+        """The name of its layers' modules, in `burst_plan.step.parts.MODULES`."""
         return f"{self.framework}, local" if self.local else self.framework
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward computes layers again, but for the attention that is kept."""
+        """Whether backward recomputes layers, except for kept attention."""
         return self.recompute != "none"
 
     @property
     def kept(self) -> float:
-        """Share of the sequence whose attention backward finds done."""
+        """The share of the sequence whose attention is not recomputed."""
         return {"none": 1.0, "full": 0.0, "attention": 1.0, "segment": self.keep}[self.recompute]
 
     def ring(self, cluster: Ranks) -> Ranks:
-        """Return the ranks that share a sequence: neighbours, but for those that share matrices."""
+        """Return the ranks that share a sequence: neighbours, apart from ranks that share matrices."""
         return self._neighbours(self.cp, cluster)
 
     def shares_experts(self, cluster: Ranks) -> Ranks:
-        """Return the ranks that share experts: neighbours, but for those that share matrices."""
+        """Return the ranks that share experts: neighbours, apart from ranks that share matrices."""
         return self._neighbours(self.ep, cluster)
 
     def _neighbours(self, ranks: int, cluster: Ranks) -> Ranks:
@@ -107,7 +107,7 @@ class Way:
 
 
 def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
-    """Return why ranks cannot run a model this way; None if they can. Memory is another question."""
+    """Return why ranks cannot run a plan; None if they can. Memory is checked elsewhere."""
     if way.gpus != cluster.size:
         return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
     if model.mixer.layers and way.framework == "megatron":
@@ -145,7 +145,7 @@ def _why_not_matrices(way: Way, model: Model, cluster: Ranks) -> str | None:
 
 
 def _why_not_experts(way: Way, model: Model, cluster: Ranks) -> str | None:
-    """Return why ranks cannot share experts this way; None if they can."""
+    """Return why ranks cannot share experts in a plan; None if they can."""
     if way.ep == 1:
         return None
     if way.framework == "deepspeed":

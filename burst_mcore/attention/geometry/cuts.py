@@ -1,8 +1,8 @@
-"""Cuts of a checkpointed sequence: results of its tail are saved, its head is computed again. Pure.
+"""Cuts of a checkpointed sequence: results of the suffix are saved, the prefix is recomputed.
 
 Under a causal mask the last tokens cost the most to compute (BurstEngine, sequence-level selective
-checkpointing). All ranks together save one end of the GLOBAL sequence, so the head is a smaller problem of
-the same kind. The layout decides how even the head's work is, and whether a cut is worth its memory.
+checkpointing). All ranks together save a suffix of the GLOBAL sequence, so the prefix is a smaller problem
+of the same kind. The layout decides the balance of the prefix, and whether a cut is worth its memory.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from burst_mcore.words import brief
 logger = logging.getLogger("burst_mcore")
 
 EVEN = 1.05
-"""Work of the slowest rank over the mean, relative to that of the whole sequence, of a balanced cut."""
+"""The maximum imbalance of a balanced cut: slowest rank over mean, relative to the whole sequence."""
 LOOKED_AT = 2**22
-"""Cuts times ranks, at most, that are weighed; of more, the cuts nearest to the wanted share."""
+"""The maximum of candidate cuts times ranks; of more, the cuts nearest to the requested share."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut at a global position of n: queries before it are computed again, results from it on are saved."""
+    """A cut at a global position of n: the queries before it are recomputed, results after it are saved."""
 
     position: int
     n: int
     time: float
-    """The time of the head over that of a whole forward: query-key pairs of the slowest rank of each."""
+    """Forward time of the prefix over the whole sequence's, as query-key pairs of the slowest rank."""
     imbalance: float
-    """Pairs of the slowest rank in the head over the mean."""
+    """Pairs of the slowest rank in the prefix over the mean."""
 
     @property
     def keep(self) -> float:
-        """The share of the sequence that is saved."""
+        """The saved share of the sequence."""
         return 1 - self.position / self.n
 
     @property
     def pays(self) -> bool:
-        """Whether the share of time that is saved reaches the share of memory that is used."""
+        """Whether the saved share of time is at least the used share of memory."""
         return 1 - self.time >= self.keep - 1e-9
 
 
 def check_keep(keep: float) -> float:
-    """Return `keep` as a float; ValueError if it is no share."""
+    """Return `keep` as a float; ValueError if it is not a share from 0 to 1."""
     if isinstance(keep, bool) or not isinstance(keep, numbers.Real) or not 0 <= keep <= 1:
         raise ValueError(f"keep must be a share of the sequence, from 0 to 1, got {brief(keep)}")
     return float(keep)
@@ -61,35 +61,34 @@ def check_keep(keep: float) -> float:
 def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_most: bool = False) -> Cut:
     """Return the legal cut nearest to saving `keep` of n tokens that `layout` shards over `size` ranks.
 
-    Legal are the ends (save nothing, save all). So are cuts that pay (`Cut.pays`), if the layout balances
-    them as well as the whole sequence (within `EVEN`). Where no cut is balanced, as on plain zigzag, all that
-    pay are legal. Striped balances every cut. Of two cuts as near, the one that saves less is taken.
+    The ends are legal (save nothing, save all), and cuts that pay (`Cut.pays`) with a prefix about as
+    balanced as the whole sequence (within `EVEN`). Where no cut is balanced, as on plain zigzag, every cut
+    that pays is legal. Striped balances every cut. A tie goes to the cut that saves less.
 
     Args:
         keep: from 0 to 1.
         at_most: do not save more than `keep`.
 
     Raises:
-        ValueError: keep is no such share; or the mask does not go with n tokens, or the layout not with so
-            many ranks.
+        ValueError: keep is not from 0 to 1, or n tokens do not fit the mask, or the ranks the layout.
     """
     keep = check_keep(keep)
-    asked = n - (math.floor(keep * n + 1e-9) if at_most else round(keep * n))
+    wanted_position = n - (math.floor(keep * n + 1e-9) if at_most else round(keep * n))
     if layout.rule.even_everywhere:
         up = size - 1 if at_most else size // 2
-        asked = min(n, (asked + up) // size * size)
-    cuts = _weighed(_positions(layout, n, size, asked), layout, mask, n, size)
+        wanted_position = min(n, (wanted_position + up) // size * size)
+    cuts = _weighed(_positions(layout, n, size, wanted_position), layout, mask, n, size)
     if layout.rule.even_everywhere and size > 1:  # to a key per query
-        legal = [cut for cut in cuts if cut.position == asked]
+        legal = [cut for cut in cuts if cut.position == wanted_position]
     else:
         whole = cuts[-1].imbalance
         paying = [cut for cut in cuts if 0 < cut.position < n and cut.pays]
         legal = [cut for cut in paying if cut.imbalance <= EVEN * whole] or paying
     legal += [cuts[0], cuts[-1]]
     if at_most:
-        legal = [cut for cut in legal if cut.position >= asked]
-    chosen = min(legal, key=lambda cut: (abs(cut.position - asked), -cut.position))
-    if abs(chosen.position - asked) > max(size, 0.01 * n) and not at_most:
+        legal = [cut for cut in legal if cut.position >= wanted_position]
+    chosen = min(legal, key=lambda cut: (abs(cut.position - wanted_position), -cut.position))
+    if abs(chosen.position - wanted_position) > max(size, 0.01 * n) and not at_most:
         _say_moved(keep, chosen.keep, layout, size)
     return chosen
 
@@ -107,20 +106,20 @@ def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
 
 
 def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
-    """Return the positions to weigh, ascending: the ends, the wanted one, and the edges of sharded chunks."""
+    """Return candidate positions, ascending: the ends, the requested position, and edges of chunks."""
     if layout.rule.even_everywhere or size == 1:
         return sorted({0, asked, n})
     edges = layout.edges(n, size)
     if layout.rule.even_at_edges:
         return sorted({0, n, *edges.tolist()})
-    most = max(8, LOOKED_AT // (size * len(layout.runs(n, 0, size))))
-    if len(edges) > most:
-        edges = edges[(edges - asked).abs().argsort(stable=True)[:most]]
+    limit = max(8, LOOKED_AT // (size * len(layout.runs(n, 0, size))))
+    if len(edges) > limit:
+        edges = edges[(edges - asked).abs().argsort(stable=True)[:limit]]
     return sorted({0, asked, n, *edges.tolist()})
 
 
 def _weighed(positions: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:
-    """Return a `Cut` of each position, the last of which is n."""
+    """Return a `Cut` for each position; the last position is n."""
     cuts = torch.tensor(positions)
     if layout.rule.even_at_edges:
         work = keys_per_query(mask, n).cumsum(0)[cuts - 1].where(cuts > 0, 0)[:, None].expand(-1, size)

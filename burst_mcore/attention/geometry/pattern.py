@@ -1,4 +1,4 @@
-"""Pieces, rectangles of query and key rows within two diagonals, and the mask patterns of tiles."""
+"""Pieces (bands within rectangles of query and key rows), and the mask patterns of tiles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from burst_mcore.mask.bands import UNBOUNDED
 
 
 class Piece(NamedTuple):
-    """Query rows [m0, m1) x key rows [n0, n1), of which pairs with low <= (n - n0) - (m - m0) <= high meet.
+    """A rectangle of query rows [m0, m1) x key rows [n0, n1), cut by two diagonals.
 
-    Where `step` is not 1, only pairs with (n - n0) - (m - m0) = shift (mod step) meet.
+    Query m attends to key n iff low <= (n - n0) - (m - m0) <= high and, where `step` is not 1,
+    (n - n0) - (m - m0) = shift (mod step).
     """
 
     m0: int
@@ -29,12 +30,12 @@ class Piece(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Every row meets every column."""
+        """Whether every query attends to every key."""
         return self.low == -UNBOUNDED and self.high == UNBOUNDED and self.step == 1
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that meet."""
+        """The number of attending query-key pairs."""
         rows, columns = self.m1 - self.m0, self.n1 - self.n0
         if self.step == 1:
             return band_pairs(rows, columns, self.low, self.high)
@@ -64,13 +65,13 @@ def listed(pieces: Tensor) -> list[Piece]:
 
 
 def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
-    """Return how many pairs (m, n) of a rectangle have low <= n - m <= high."""
+    """Return the number of pairs (m, n) of a rectangle with low <= n - m <= high."""
     return _below(rows, columns, high) - _below(rows, columns, low - 1)
 
 
 def _below(rows: int, columns: int, high: int) -> int:
     """Return the pairs with n - m <= high: the sum over m of clamp(m + high + 1, 0, columns)."""
-    first, last = max(0, -high), min(rows, columns - high - 1)  # rows in which it is neither 0 nor columns
+    first, last = max(0, -high), min(rows, columns - high - 1)  # rows with a summand between 0 and columns
     if first >= last:
         return columns * max(0, rows - max(0, columns - high - 1))
     return (first + last - 1 + 2 * (high + 1)) * (last - first) // 2 + columns * (rows - last)
@@ -89,27 +90,27 @@ def _below_of(rows: Tensor, columns: Tensor, high: Tensor) -> Tensor:
 
 
 class Abilities(NamedTuple):
-    """The patterns that a kernel supports besides full and causal ones."""
+    """The patterns that a kernel supports besides full and causal patterns."""
 
     windows: bool = False
-    """Row m sees column n iff low <= n - m <= high."""
+    """Sliding windows: row m sees column n iff low <= n - m <= high."""
     masks: bool = False
     """Any pattern, as a table of rows x columns. A kernel that adds minus infinity to scores lets NaN pass
     between documents: wrap such a kernel in `kernels.wrappers.keeps_nan_where_seen`."""
     pieces: bool = False
-    """Any pattern, as pieces; pairs outside them cost nothing."""
+    """Any pattern, as pieces; pairs outside the pieces cost no time."""
     packed: bool = False
-    """Diagonals one after another, each a sequence of its own (`Packed`), in one call; windows too."""
+    """Packed sequences (varlen, `Packed`) in one call, with windows, too."""
 
 
 NONE = Abilities()
 
 
 class Packed(NamedTuple):
-    """Sequences one after another: query i of each sees keys of the same sequence alone.
+    """Packed sequences (varlen): queries see only keys of the same sequence.
 
-    Of a sequence of M queries and N keys, query m sees key n iff -left <= n - m - (N - M) <= right, as flash
-    kernels count: from the lower right corner; -1 stands for no bound.
+    In a sequence of M queries and N keys, query m sees key n iff -left <= n - m - (N - M) <= right, counted
+    from the lower right corner like flash-attn's windows; -1 stands for no bound.
     """
 
     q: tuple[int, ...]
@@ -132,16 +133,16 @@ class Packed(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """The last query of each sequence sees all keys, and each before it one key less."""
+        """Whether each sequence is causal, aligned at the lower right corner."""
         return (self.left, self.right) == (-1, 0)
 
 
 @dataclass(eq=False)  # not frozen: plans make one for every tile, and frozen ones take three times as long
 class Pattern:
-    """Which of N key rows each of M query rows sees. Compared by identity, and never changed.
+    """The mask of a tile of M query rows x N key rows. Compared by identity, and never changed.
 
-    Row m sees column n iff low <= n - m <= high (None: unbounded). With `parts`, those say so instead; with
-    `fixed_table`, the table does.
+    Row m sees column n iff low <= n - m <= high (None: unbounded). `parts`, `packed` and `fixed_table`
+    replace this rule.
     """
 
     shape: Final[tuple[int, int]]
@@ -153,7 +154,7 @@ class Pattern:
     fixed_table: Final[Tensor | None] = None
     """Bool [M, N]: row m sees column n iff it is True there."""
     packed: Final[Packed | None] = None
-    """Instead of parts: sequences one after another."""
+    """Packed sequences, instead of parts."""
 
     @classmethod
     def from_table(cls, table: Tensor) -> Pattern:
@@ -162,7 +163,7 @@ class Pattern:
 
     @cached_property
     def kernel_cache(self) -> dict[Any, Any]:
-        """Forms of the pattern that kernels made for a device, kept for as long as the pattern lives."""
+        """Kernels' forms of the pattern on a device, cached with the pattern."""
         return {}
 
     @cached_property
@@ -172,22 +173,22 @@ class Pattern:
 
     @property
     def full(self) -> bool:
-        """Every row sees every column."""
+        """Whether every row sees every column."""
         return self.low is self.high is None and not self.masked
 
     @cached_property
     def causal(self) -> bool:
-        """Row m sees columns n <= m."""
+        """Whether row m sees exactly the columns n <= m."""
         return self.low is None and self.high == 0 and not self.masked
 
     @property
     def windowed(self) -> bool:
-        """A window, which is not causal."""
+        """Whether the pattern is a window that is not causal."""
         return not (self.masked or self.causal or self.full)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The parts or sequences, or else the whole band as one; not of a `fixed_table`."""
+        """The parts or sequences, or else the band as one piece; without meaning for a `fixed_table`."""
         if self.packed is not None:
             return self.packed.pieces
         low = -UNBOUNDED if self.low is None else self.low
@@ -196,7 +197,7 @@ class Pattern:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that meet."""
+        """The number of attending query-key pairs."""
         if self.fixed_table is not None:
             return int(self.fixed_table.sum())
         return sum(piece.pairs for piece in self.pieces)
@@ -208,10 +209,10 @@ class Pattern:
             return self.fixed_table
         allowed = torch.zeros(self.shape, dtype=torch.bool)
         for part in self.pieces:
-            ahead = torch.arange(part.n1 - part.n0)[None, :] - torch.arange(part.m1 - part.m0)[:, None]
-            inside = (ahead >= part.low) & (ahead <= part.high)
+            distance = torch.arange(part.n1 - part.n0)[None, :] - torch.arange(part.m1 - part.m0)[:, None]
+            inside = (distance >= part.low) & (distance <= part.high)
             if part.step > 1:
-                inside &= (ahead - part.shift) % part.step == 0
+                inside &= (distance - part.shift) % part.step == 0
             allowed[part.m0 : part.m1, part.n0 : part.n1] |= inside
         return allowed
 

@@ -1,13 +1,14 @@
-"""Plans: the pieces in which the queries of one ring rank meet the keys of another, from layout and mask.
+"""Plans: the pieces of each pair of ring ranks' queries and keys, from a layout and a mask.
 
 A mask is bands over global positions. Rows are stored in ascending order of position, so a band is a
-rectangle of local rows, too. Its diagonals are straight wherever both sides are one run, and arithmetic gives
-the piece. Elsewhere the rectangle is cut until its parts are full, empty or straight. The diagonals of a
-dilated mask are straight between two runs alone; where a layout has many, rows are counted by classes.
+rectangle of local rows, too. Where both sides are one interval of positions, its diagonals are straight, and
+arithmetic gives the piece. Elsewhere the rectangle is cut until its parts are full, empty or straight. Under
+a dilated mask only two intervals have straight diagonals; with many intervals, rows are counted by residue
+classes.
 
-No layout is a special case. Causal zigzag on G ranks, chunk pairs (r, 2G-1-r), comes out as one piece for
-every pair of ranks. At home it is causal over both chunks. Lower ranks give all queries x the first chunk's
-keys, higher ranks the second chunk's queries x all keys.
+No layout is a special case. Causal zigzag on G ranks, chunk pairs (r, 2G-1-r) (the paper's equation 11), is
+one piece for every pair of ranks (equation 12). On one rank it is causal over both chunks. With keys of lower
+ranks it is all queries x the first chunk's keys, of higher ranks the second chunk's queries x all keys.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ Runs = tuple[range, ...]
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 FEW = 8
-"""Runs of a ring rank, at most, of which each meets each as a piece with a step, where a mask is dilated."""
+"""The maximum intervals of a ring rank with a piece for each pair of intervals under a dilated mask."""
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: runs may be thousands
 class Stretch:
-    """Rows of a position in ascending global position: runs of one step."""
+    """Rows of a ring rank in ascending global position: intervals of one step."""
 
     first: Tensor
-    """The position at which each run begins."""
+    """The first position of each interval."""
     offsets: Tensor
-    """The local row at which each run begins, and the end."""
+    """The first local row of each interval, and the end."""
     step: int = 1
 
     @classmethod
     def of(cls, run: range, start: int) -> Stretch:
-        """Return the rows of one run, from local row `start` on."""
+        """Return the rows of one interval, from local row `start` on."""
         return cls(torch.tensor([run.start]), torch.tensor([start, start + len(run)]), run.step)
 
     @cached_property
@@ -59,11 +60,11 @@ class Stretch:
         return range(int(self.offsets[0]), int(self.offsets[-1]))
 
     def rows_before_each(self, position: Tensor) -> Tensor:
-        """Return how far the local rows reach that lie before each of many global positions."""
-        known = (torch.searchsorted(self.first, position.contiguous()) - 1).clamp(min=0)
-        within = (position - self.first[known] + self.step - 1).clamp(min=0)
-        within = within // self.step if self.step > 1 else within
-        return torch.minimum(self.offsets[known] + within, self.offsets[known + 1])
+        """Return the end of the local rows before each of many global positions."""
+        index = (torch.searchsorted(self.first, position.contiguous()) - 1).clamp(min=0)
+        steps = (position - self.first[index] + self.step - 1).clamp(min=0)
+        steps = steps // self.step if self.step > 1 else steps
+        return torch.minimum(self.offsets[index] + steps, self.offsets[index + 1])
 
     def positions(self, row: Tensor) -> Tensor:
         """Return the global positions of local rows."""
@@ -71,7 +72,7 @@ class Stretch:
         return self.first[index] + (row - self.offsets[index]) * self.step
 
     def cut(self, first: Tensor, stop: Tensor) -> Tensor:
-        """Return where a run begins within each of some ranges of rows, nearest to the middle; else -1."""
+        """Return the start of an interval within each range of rows, nearest to its middle; else -1."""
         offsets = self.offsets
         begin = torch.searchsorted(offsets, first.contiguous(), right=True)
         end = torch.searchsorted(offsets, stop.contiguous())
@@ -85,7 +86,7 @@ class Stretch:
 def cached_on_plan(
     function: Callable[Concatenate[Plan, Arguments], T],
 ) -> Callable[Concatenate[Plan, Arguments], T]:
-    """Cache the results of a function of a plan, its first argument, for as long as the plan lives."""
+    """Cache the results of a function of a plan, its first argument, on the plan."""
 
     @wraps(function)
     def found(plan: Plan, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
@@ -99,9 +100,9 @@ def cached_on_plan(
 
 
 class Plan:
-    """The pieces of a layout and a mask on a ring, each ring rank of which has the rows of a head group.
+    """The pieces of a layout and a mask on a ring; a ring rank has the pooled rows of its head group.
 
-    Pieces are computed when they are first asked for, and cached. Plans are cached by value: `plan_of`.
+    Pieces are computed at first use, and cached. Plans are cached by value: `plan_of`.
     """
 
     def __init__(self, layout: Layout, mask: Mask, n: int, placement: Placement) -> None:
@@ -115,22 +116,22 @@ class Plan:
         if self.by_class:
             self.bands = in_classes(self.bands, mask.stride, self.rows * self.size)
         self.cache: dict[tuple[Any, ...], Any] = {}
-        """Results that follow from the plan: see `cached_on_plan`."""
+        """Cached results of functions of the plan: see `cached_on_plan`."""
 
     def _fine(self) -> bool:
-        """Return whether the runs of a ring rank are many, and without gaps."""
+        """Return whether a ring rank has many intervals, all without gaps."""
         table = self.layout.run_table(self.n, self.placement.size)
         return len(table) > FEW * self.size and bool((table[:, 3] == 1).all())
 
     def runs(self, ring_rank: int, member: int) -> Runs:
-        """Return the global positions that a rank holds."""
+        """Return the global positions of a rank's rows."""
         return self.layout.runs(self.n, self.placement.rank(ring_rank, member), self.placement.size)
 
     @cached_on_plan
     def stretches(self, ring_rank: int, part: int | None = None) -> tuple[Stretch, ...]:
-        """Return the rows of a ring rank, or of one member of its head group (each of its runs).
+        """Return the rows of a ring rank, or of one member of its head group (an item for each interval).
 
-        The members' rows are pooled: in ascending order where runs are without gaps, else run after run.
+        The members' rows are pooled: in ascending order without gaps in intervals, else interval by interval.
         """
         everyone = self._everyone
         if part is None and everyone is not None:
@@ -143,20 +144,20 @@ class Plan:
             key=lambda run: run.start,
         )
         starts = accumulate(map(len, runs), initial=0)
-        own = set(runs if part is None else self.runs(ring_rank, part))
-        return tuple(Stretch.of(run, start) for run, start in zip(runs, starts, strict=False) if run in own)
+        shard = set(runs if part is None else self.runs(ring_rank, part))
+        return tuple(Stretch.of(run, start) for run, start in zip(runs, starts, strict=False) if run in shard)
 
     @property
     def _span(self) -> int:
-        """The tokens by which `_everyone` moves each ring rank on from the one before."""
+        """The offset in positions between consecutive ring ranks in `_everyone`."""
         return self.rows * self.size
 
     @cached_property
     def _everyone(self) -> Stretch | None:
-        """The rows of all ring ranks, one after another; None where each run is a stretch of its own."""
+        """The concatenated rows of all ring ranks; None where each interval needs its own `Stretch`."""
         table = self.layout.run_table(self.n, self.placement.size)
-        step, far = int(table[0, 3]), self._span * self.size >= UNBOUNDED
-        if far or self._dilated or (step > 1 and len(table) > self.size):
+        step, overflows = int(table[0, 3]), self._span * self.size >= UNBOUNDED
+        if overflows or self._dilated or (step > 1 and len(table) > self.size):
             return None
         ring_rank, start, stop = self.placement.ring_rank(table[:, 0]), table[:, 1], table[:, 2]
         order = (ring_rank * self._span + start).argsort()
@@ -166,12 +167,12 @@ class Plan:
         return Stretch(ring_rank * self._span + start, offsets, step)
 
     def member_rows(self, ring_rank: int, member: int) -> Rows:
-        """Return the places of a member's rows among its ring rank's, in the order of its own rows."""
+        """Return the places of a member's rows among its ring rank's rows, in the member's order."""
         ends = self.stretches(ring_rank, member)
         return tuple(stretch.rows for stretch in ends)
 
     def head(self, cut: int) -> Plan:
-        """Return the plan of the queries before global position `cut` alone; the others meet nothing."""
+        """Return the plan of the prefix of queries before global position `cut`; later queries see no key."""
         if cut >= self.n:
             return self
         key = "head", cut
@@ -196,13 +197,13 @@ class Plan:
         k_part: int | None = None,
         keys_stay: bool = False,
     ) -> Tensor:
-        """Return the disjoint pieces in which queries of a ring rank, or a member, meet keys of another.
+        """Return the disjoint pieces of queries of a ring rank, or a member, and keys of another.
 
-        Where the plan is `by_class`, pieces count rows as its `order` does.
+        If the plan is `by_class`, pieces count rows in its `order`.
 
         Args:
-            keys_stay: the pieces of the same keys with other queries are wanted, too; else those of the same
-                queries with other keys.
+            keys_stay: a hint for the cache: the caller next asks for other queries with the same keys, else
+                for other keys with the same queries.
 
         Returns:
             int64 [pieces, 8], with the fields of `Piece` as columns.
@@ -219,21 +220,21 @@ class Plan:
 
     @cached_on_plan
     def _met(self, at: int, part: int | None, keys_stay: bool) -> tuple[Tensor, ...]:
-        """Return the pieces of a ring rank's, or a member's, queries (or keys) with each other ring rank.
+        """Return the pieces of a ring rank's, or a member's, queries (or keys) with every other ring rank.
 
-        All others are worked on at once, as parts of one sequence: see `_everyone`.
+        All other ring ranks are handled at once, as parts of one sequence: see `_everyone`.
         """
         everyone, meets = self._everyone, self.reading(of_queries=False).meets
         assert everyone is not None
         others = (meets[at] if keys_stay else meets[:, at]).nonzero()
         moves = self._span * others[others != at][:, None, None] * torch.tensor([0, 0, 1, 1, 1, 1])
-        bands, met = transposed(self.bands) if keys_stay else self.bands, []
-        for own in self.stretches(at, part):
-            first, stop = own.rows_before_each(bands[:, :2]).unbind(1)
+        bands, parts = transposed(self.bands) if keys_stay else self.bands, []
+        for side in self.stretches(at, part):
+            first, stop = side.rows_before_each(bands[:, :2]).unbind(1)
             near = bands[first < stop]
             moved = torch.where(near.abs() < UNBOUNDED, near + moves, near).flatten(0, 1)
-            met.append(_pieces(own, everyone, moved))
-        pieces = torch.cat(met)
+            parts.append(_pieces(side, everyone, moved))
+        pieces = torch.cat(parts)
         other = pieces[:, 2] // self.rows
         pieces[:, 2:4] -= other[:, None] * self.rows
         if keys_stay:
@@ -242,27 +243,27 @@ class Plan:
         return tuple(by_ring_rank.split(other.bincount(minlength=self.size).tolist()))
 
     def _counted(self, ring_rank: int, part: int | None) -> tuple[Stretch, ...]:
-        """Return the stretches by which pieces count rows: those of classes, where the mask is dilated."""
+        """Return the rows in the order in which pieces count them: by classes if the plan is `by_class`."""
         return (self._classes(ring_rank, part)[0],) if self.by_class else self.stretches(ring_rank, part)
 
     @cached_on_plan
     def _classes(self, ring_rank: int, part: int | None) -> tuple[Stretch, list[range]]:
-        """Return the rows of a ring rank, or of a member, in the order of classes, and which they are."""
+        """Return positions and rows of a ring rank, or of a member, in the order of classes."""
         stretches = self.stretches(ring_rank, part)
         table = torch.cat([torch.stack([x.first, x.offsets[:-1], x.offsets.diff()], 1) for x in stretches])
-        own = [(range(first, first + length), row) for first, row, length in table.tolist()]
-        runs, rows = numbered(own, self.mask.stride, self._span)
+        intervals = [(range(first, first + length), row) for first, row, length in table.tolist()]
+        runs, rows = numbered(intervals, self.mask.stride, self._span)
         ends = torch.tensor([*accumulate(map(len, runs), initial=0)])
         return Stretch(torch.tensor([run.start for run in runs]), ends), rows
 
     @cached_on_plan
     def order(self, ring_rank: int, part: int | None, rotate: Rows) -> Order:
-        """Return which rows those are that pieces count `by_class`; rotate: as `Order` takes them."""
+        """Return the order of rows in pieces of a plan `by_class`; rotate: as in `Order`."""
         return Order(self._classes(ring_rank, part)[1], rotate)
 
     @cached_on_plan
     def reading(self, *, of_queries: bool) -> Reading:
-        """Return who reads which keys, or which queries, of all ring ranks."""
+        """Return the remote rows of all ring ranks: the keys, or the queries, that each reads."""
         return reading(self.layout, self.mask, self.n, self.placement, of_queries=of_queries)
 
     def needed(self, owner: int, reader: int, *, of_queries: bool) -> Rows:
@@ -276,23 +277,23 @@ class Plan:
 
     @property
     def _dilated(self) -> bool:
-        """Whether pieces have the step of the mask, so that each is of one run of queries and one of keys."""
+        """Whether pieces have the mask's step: then each is of one interval of queries and one of keys."""
         return self.mask.stride > 1 and not self.by_class
 
     def _meet(self, q: Stretch, k: Stretch) -> Tensor:
         if not self._dilated:
             return _pieces(q, k, self.bands, square=self.by_class)
-        apart, common = int(q.first[0] - k.first[0]), gcd(q.step, self.mask.stride)
-        if apart % common:
+        offset, common = int(q.first[0] - k.first[0]), gcd(q.step, self.mask.stride)
+        if offset % common:
             return NO_PIECES
         step = self.mask.stride // common
-        shift = apart // common * pow(q.step // common, -1, step) % step if step > 1 else 0
+        shift = offset // common * pow(q.step // common, -1, step) % step if step > 1 else 0
         return _straight(q, k, self.bands, step, shift)
 
 
 PLANS = 64
-"""Plans in the cache, of the masks, layouts and lengths used last. A batch needs one for each of its rows and
-kinds of layers, and the next batch, which is planned meanwhile, as many again."""
+"""The number of cached plans, of the most recent masks, layouts and lengths. A batch needs one for each of
+its rows and kinds of layers, and the next batch, which is planned ahead, as many again."""
 
 
 def plan_for(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
@@ -309,30 +310,30 @@ def plan_of(layout: Layout, mask: Mask, n: int, placement: Placement) -> Plan:
     """Return the plan of a mask over n tokens, sharded over the ranks of a placement. Cached.
 
     Raises:
-        ValueError: the mask does not go with n tokens, or the layout not with so many ranks.
+        ValueError: the mask does not fit n tokens, or the layout the number of ranks.
     """
     return Plan(layout, mask, n, placement)
 
 
 def head_mask(cut: int, n: int) -> Mask:
-    """Return the mask under which only queries before position `cut` of n see any key."""
+    """Return the mask of the prefix before position `cut` of n: later queries see no key."""
     return Mask.ranges([[0, cut]], [[0, n]]) if cut else Mask.ranges([], [])
 
 
 def _in_rows(q: Stretch, k: Stretch, bands: Tensor) -> Tensor:
-    """Return bands as rectangles of local rows; bands without rows are left out, and diagonals stay."""
+    """Return bands as rectangles of local rows, without empty bands; diagonals stay in positions."""
     rows = torch.cat([q.rows_before_each(bands[:, :2]), k.rows_before_each(bands[:, 2:4])], 1)
     some = (rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])
     return torch.cat([rows, bands[:, 4:]], 1)[some]
 
 
 def _straight(q: Stretch, k: Stretch, bands: Tensor, step: int, shift: int) -> Tensor:
-    """Return pieces where each side is one run: n - m is j - i, divided by the step of the runs."""
-    apart = int(k.first[0] - q.first[0]) - q.step * (k.rows.start - q.rows.start)  # j - i where n = m
+    """Return the pieces of two intervals: n - m of rows is j - i of positions, divided by their step."""
+    offset = int(k.first[0] - q.first[0]) - q.step * (k.rows.start - q.rows.start)  # j - i where n = m
     local = _in_rows(q, k, bands)
     low, high = local[:, 4:].unbind(1)
-    low = torch.where(low > -UNBOUNDED, -((apart - low) // q.step), low)
-    high = torch.where(high < UNBOUNDED, (high - apart) // q.step, high)
+    low = torch.where(low > -UNBOUNDED, -((offset - low) // q.step), low)
+    high = torch.where(high < UNBOUNDED, (high - offset) // q.step, high)
     pieces = _from_corners(tightened(torch.cat([local[:, :4], low[:, None], high[:, None]], 1)))
     if step > 1:
         shifts = shift - (pieces[:, 2] - k.rows.start) + (pieces[:, 0] - q.rows.start)
@@ -341,37 +342,37 @@ def _straight(q: Stretch, k: Stretch, bands: Tensor, step: int, shift: int) -> T
 
 
 def _from_corners(rectangles: Tensor) -> Tensor:
-    """Return the pieces of rectangles [many, 6 or 7] whose diagonals count from row 0 and column 0."""
-    bounds, apart = rectangles[:, 4:6], rectangles[:, 2:3] - rectangles[:, :1]
-    bounds = torch.where(bounds.abs() < UNBOUNDED, bounds - apart, bounds)
+    """Return the pieces of rectangles [many, 6 or 7] with diagonals counted from row 0 and column 0."""
+    bounds, offset = rectangles[:, 4:6], rectangles[:, 2:3] - rectangles[:, :1]
+    bounds = torch.where(bounds.abs() < UNBOUNDED, bounds - offset, bounds)
     return torch.cat([rectangles[:, :4], bounds, torch.tensor([[1, 0]]).expand(len(bounds), -1)], 1)
 
 
 def _pieces(q: Stretch, k: Stretch, bands: Tensor, *, square: bool = False) -> Tensor:
-    """Return the pieces in which rows meet under some bands; square: as in `_cut`."""
+    """Return the pieces of two sets of rows under some bands; square: as in `_cut`."""
     rectangles = _in_rows(q, k, bands)
     rectangles = torch.cat([rectangles, torch.arange(len(rectangles))[:, None]], 1)
-    done = [rectangles[:0]]
+    parts = [rectangles[:0]]
     if q is k:  # the order of rows is that of positions
         causal = (rectangles[:, 4] == -UNBOUNDED) & (rectangles[:, 5] == 0)
         whole = tight(rectangles[causal, :6])
-        done.append(torch.cat([whole, rectangles[causal, 6:]], 1))
+        parts.append(torch.cat([whole, rectangles[causal, 6:]], 1))
         rectangles = rectangles[~causal]
     while len(rectangles):
         whole, rectangles = _cut(q, k, rectangles, square=square)
-        done.append(whole)
-    rectangles = torch.cat(done)
+        parts.append(whole)
+    rectangles = torch.cat(parts)
     rectangles = rectangles[has_pairs(rectangles[:, :6])]
-    return _from_corners(_merged(rectangles) if len(done) > 2 else rectangles)
+    return _from_corners(_merged(rectangles) if len(parts) > 2 else rectangles)
 
 
 def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[Tensor, Tensor]:
-    """Cut rectangles until they are full, empty or straight: return those that are, and halves of others.
+    """Return the rectangles that are full, empty or straight, and halves of the other rectangles.
 
     Args:
-        rectangles: [many, 7]: the columns of bands over rows, and a number that parts keep.
-        square: cut the longer side, not queries first. The pieces under a diagonal are as many then, but have
-            n log n rows together, not n * n: it counts where rows lie apart.
+        rectangles: [many, 7]: the columns of bands over rows, and a number that halves inherit.
+        square: cut the longer side, instead of queries first. The number of pieces under a diagonal is the
+            same, but they have n log n rows together, not n * n, which matters for rows with gaps.
     """
     m0, m1, n0, n1, low, high, band = rectangles.unbind(1)
     first, last = q.positions(m0), q.positions(m1 - 1)
@@ -387,18 +388,18 @@ def _cut(q: Stretch, k: Stretch, rectangles: Tensor, *, square: bool) -> tuple[T
     row, column = q.cut(m0, m1), k.cut(n0, n1)
     by_row = (row >= 0) & ((column < 0) | (m1 - m0 >= n1 - n0 if square else row >= 0))
     whole = (open_low & open_high) | (~by_row & (column < 0))
-    ahead, apart = left - first, n0 - m0  # of the corner, in positions and in rows
-    lowest = torch.where(open_low, -UNBOUNDED, apart - (ahead - low) // q.step)
-    highest = torch.where(open_high, UNBOUNDED, apart + (high - ahead) // q.step)
+    distance, row_offset = left - first, n0 - m0  # of the corner, in positions and in rows
+    lowest = torch.where(open_low, -UNBOUNDED, row_offset - (distance - low) // q.step)
+    highest = torch.where(open_high, UNBOUNDED, row_offset + (high - distance) // q.step)
     rows = tight(torch.stack([m0, m1, n0, n1, lowest, highest], 1))  # rows that no pair needs do not rotate
-    done = torch.cat([rows, band[:, None]], 1)[whole]
+    finished = torch.cat([rows, band[:, None]], 1)[whole]
     upper = m0, torch.where(by_row, row, m1), n0, torch.where(by_row, n1, column), low, high, band
     lower = torch.where(by_row, row, m0), m1, torch.where(by_row, n0, column), n1, low, high, band
-    return done, torch.cat([torch.stack(half, 1)[~whole] for half in (upper, lower)])
+    return finished, torch.cat([torch.stack(half, 1)[~whole] for half in (upper, lower)])
 
 
 def _merged(rectangles: Tensor) -> Tensor:
-    """Join neighbouring full rectangles of a band: first those below each other, then those beside."""
+    """Join neighbouring full rectangles of a band: first along rows, then along columns."""
     for low, high, across in ((0, 1, 2), (2, 3, 0)):
         for column in (low, across, 6):
             rectangles = rectangles[rectangles[:, column].argsort(stable=True)]

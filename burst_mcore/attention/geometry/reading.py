@@ -1,8 +1,8 @@
-"""Readings: which ring rank reads which rows of which other, for all at once.
+"""Remote rows: the rows of each ring rank that each other ring rank reads, as one table.
 
 The rows of every ring rank are cut into segments, so short that a ring rank reads all of a segment or nothing
-of it. Then one table, readers x segments, says everything. A block carries along its way the segments that
-have a reader further on. So a hop needs one number a segment: its last reader on the way.
+of it. Then the table is bool, readers x segments. A message carries the segments of a block that have a
+reader further on. So a message needs one number a segment: its last reader on the path.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from burst_mcore.mask.bands import (
 )
 
 MOST = 2**27
-"""Entries of the table, at most. Beyond, whole runs count as read, or, if these are too many, everything:
-finding the few exceptions would cost more than it saves."""
+"""The maximum entries of the table. Above it whole intervals count as read, or, with too many intervals,
+every row: finding the few exceptions would cost more than it saves."""
 STRIPES = 2**18
-"""Pairs of striped runs times bands, at most, that are examined one by one; beyond, everything is read. Under
-one band there may be 2^8 times as many."""
+"""The maximum pairs of striped intervals times bands that are examined; above it every row counts as read.
+Under one band the maximum is 2^8 times as large."""
 
 
 class Reading:
-    """Which ring rank reads which rows of which other.
+    """The rows of each ring rank that each other ring rank reads.
 
     Attributes:
         size: number of ring ranks that own rows.
         rows: rows of a ring rank.
-        owner, first, length: int64 [segments], in ascending order: the ring rank that has it, its first
-            row there and its length.
-        read: bool [ring ranks, segments]: who reads which segment.
+        owner, first, length: int64 [segments], in ascending order: the owner of a segment, its first row at
+            the owner, and its length.
+        read: bool [ring ranks, segments]: whether a ring rank reads a segment.
     """
 
     def __init__(self, size: int, rows: int, owner: Tensor, first: Tensor, length: Tensor, read: Tensor):
@@ -59,13 +59,13 @@ class Reading:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where the segments of each ring rank begin, and the end."""
+        """The index of each ring rank's first segment, and the end."""
         bounds: list[int] = torch.searchsorted(self.owner, torch.arange(self.size + 1)).tolist()
         return bounds
 
     @cached_property
     def meets(self) -> Tensor:
-        """Bool [owners, readers]: whether a ring rank reads anything of another."""
+        """Bool [owners, readers]: whether the reader reads any row of the owner."""
         read = torch.zeros(self.size, len(self.read), dtype=torch.int32)
         return read.index_add_(0, self.owner, self.read.T.to(torch.int32)) > 0
 
@@ -76,15 +76,15 @@ class Reading:
 
     @property
     def elsewhere(self) -> int:
-        """Rows that ring ranks read of others, all together: a lower bound on the rows that move."""
+        """The sum of all remote rows: a lower bound on the rows sent."""
         others = self.read.sum(0) - self.read.gather(0, self.owner[None])[0].long()
         return int((others * self.length).sum())
 
     def needed(self, owner: int, reader: int) -> Rows:
-        """Return the rows of `owner` that `reader` reads. Kept: both ask, and more than once."""
+        """Return the rows of `owner` that `reader` reads. Cached: both use them, more than once."""
         if (owner, reader) not in self._needed:
-            own = slice(self.bounds[owner], self.bounds[owner + 1])
-            self._needed[owner, reader] = self.joined(owner, self.read[reader, own].tolist())
+            segments = slice(self.bounds[owner], self.bounds[owner + 1])
+            self._needed[owner, reader] = self.joined(owner, self.read[reader, segments].tolist())
         return self._needed[owner, reader]
 
     @cached_property
@@ -116,11 +116,11 @@ def everything(size: int, rows: int) -> Reading:
 
 
 def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_queries: bool) -> Reading:
-    """Return who reads which keys, or which queries (`of_queries`, where the keys stay).
+    """Return the remote keys, or with `of_queries` the remote queries, of all ring ranks.
 
     Args:
         layout: shards the sequence over the ranks.
-        placement: the ranks of each ring rank, whose rows are pooled as in `Plan.stretches`.
+        placement: the ranks of each ring rank; their rows are pooled as in `Plan.stretches`.
     """
     size = placement.ring_size
     rows = layout.padded(n, placement.size) // size
@@ -128,7 +128,7 @@ def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_quer
         return everything(size, rows)
     bands = transposed(mask.bands(n)) if of_queries else mask.bands(n)
     runs = _Runs(layout.run_table(n, placement.size), placement, rows)
-    if bool((runs.step == 1).all()):  # with a stride the keys between two that are read count as read, too
+    if bool((runs.step == 1).all()):  # with a stride, keys between two keys that are read count as read
         segments = _by_ring_rank(runs, bands, size, rows)
     else:
         segments = _by_stripes(runs, bands, mask.stride, size, rows)
@@ -140,7 +140,7 @@ def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_quer
 
 
 class _Runs:
-    """The runs of all positions, sorted by their first position: int64 [runs] each."""
+    """The intervals of all ring ranks, sorted by their first position: int64 [intervals] each."""
 
     def __init__(self, table: Tensor, placement: Placement, rows: int) -> None:
         ring_rank, start, stop, step = placement.ring_rank(table[:, 0]), *table.unbind(1)[1:]
@@ -151,7 +151,7 @@ class _Runs:
         order = start.argsort()
         self.ring_rank, self.start, self.stop = ring_rank[order], start[order], stop[order]
         self.step, self.length, self.offset = step[order], length[order], offset[order]
-        """`offset`: the first row of the run at its ring rank."""
+        """`offset`: the first row of the interval at its ring rank."""
 
 
 Segments = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -159,11 +159,11 @@ Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _by_ring_rank(runs: _Runs, bands: Tensor, size: int, rows: int) -> Segments | None:
-    """Read where runs have no gaps: a run of queries reads one range of positions under a band."""
-    met = intersected(_whole(runs.start, runs.stop), bands)
-    reader = runs.ring_rank[torch.searchsorted(runs.start, met[:, 0].contiguous(), right=True) - 1]
+    """Return segments for intervals without gaps: under a band, their queries read one range of positions."""
+    hits = intersected(_whole(runs.start, runs.stop), bands)
+    reader = runs.ring_rank[torch.searchsorted(runs.start, hits[:, 0].contiguous(), right=True) - 1]
     borders = torch.cat([runs.start, runs.stop])
-    first, last = met[:, 2], met[:, 3]
+    first, last = hits[:, 2], hits[:, 3]
     edges = torch.cat([borders, first, last]).unique()
     if size * len(edges) > MOST:
         edges = borders.unique()
@@ -185,7 +185,7 @@ def _whole(start: Tensor, stop: Tensor) -> Tensor:
 
 
 def _by_stripes(runs: _Runs, bands: Tensor, stride: int, size: int, rows: int) -> Segments | None:
-    """Read where runs have gaps: run by run."""
+    """Return segments for intervals with gaps, one by one."""
     if _too_many(runs, bands):
         return None
     stripes = [(runs.start[:0],) * 3]
@@ -211,27 +211,27 @@ def _too_many(runs: _Runs, bands: Tensor) -> bool:
 
 
 def _stripes(runs: _Runs, bands: Tensor, stride: int) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
-    """Yield (run of queries, run of keys, (m0, m1, n0, n1, low, high) in their rows) of all that meet.
+    """Yield (query interval, key interval, (m0, m1, n0, n1, low, high) in their rows) of attending pairs.
 
-    All runs of a layout have the same step.
+    All intervals of a layout have the same step.
     """
     count, step = len(runs.start), int(runs.step[0])
     none = torch.zeros(count * len(bands), dtype=torch.int64)
     for pair, k in pairs_of_runs(none, none + count):
         q, band = pair // len(bands), bands[pair % len(bands)]
-        apart = runs.start[k] - runs.start[q]  # j - i of the first rows
+        offset = runs.start[k] - runs.start[q]  # j - i of the first rows
         m0, m1 = _clipped(runs, q, band[:, 0], band[:, 1])
         n0, n1 = _clipped(runs, k, band[:, 2], band[:, 3])
-        low = torch.where(band[:, 4] > -UNBOUNDED, -((apart - band[:, 4]) // step), -UNBOUNDED)
-        high = torch.where(band[:, 5] < UNBOUNDED, (band[:, 5] - apart) // step, UNBOUNDED)
+        low = torch.where(band[:, 4] > -UNBOUNDED, -((offset - band[:, 4]) // step), -UNBOUNDED)
+        high = torch.where(band[:, 5] < UNBOUNDED, (band[:, 5] - offset) // step, UNBOUNDED)
         m0, m1 = torch.maximum(m0, n0 - high), torch.minimum(m1, n1 - low)
         n0, n1 = torch.maximum(n0, m0 + low), torch.minimum(n1, m1 + high)
-        meet = (apart % gcd(step, stride) == 0) & (m0 < m1) & (n0 < n1) & (low <= high)
+        meet = (offset % gcd(step, stride) == 0) & (m0 < m1) & (n0 < n1) & (low <= high)
         yield q[meet], k[meet], tuple(x[meet] for x in (m0, m1, n0, n1, low, high))
 
 
 def _clipped(runs: _Runs, run: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of runs at positions [first, last), counted from the run's first."""
+    """Return the rows of intervals at positions [first, last), counted from the interval's start."""
     start, length = runs.start[run], runs.length[run]
     step = runs.step[run]
     before = -((start - first) // step), -((start - last) // step)
@@ -239,7 +239,7 @@ def _clipped(runs: _Runs, run: Tensor, first: Tensor, last: Tensor) -> tuple[Ten
 
 
 def _marked(reader: Tensor, first: Tensor, last: Tensor, size: int, segments: int) -> Tensor:
-    """Return bool [size, segments]: whether [first, last) of a reader covers a segment."""
+    """Return bool [size, segments]: whether a range [first, last) of the reader covers the segment."""
     read = torch.empty(size, segments, dtype=torch.bool)
     block = max(1, 2**22 // (segments + 1))
     order = reader.argsort()
@@ -259,35 +259,35 @@ def _marked(reader: Tensor, first: Tensor, last: Tensor, size: int, segments: in
 def pairs_between(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
     """Return the query-key pairs of one rank's queries and another's keys, float64 [ranks, ranks].
 
-    Where counting them would take too long (`STRIPES`), all get the mean. There the layout has cut the
-    sequence so fine that this is nearly so.
+    Where counting would take too long (`STRIPES`), every pair of ranks gets the mean: layouts of so many
+    intervals are nearly balanced.
     """
     regular = _pairs_by_distance(layout, mask.bands(n), n, ranks) if mask.stride == 1 else None
     if regular is not None:
         return regular
     runs = _Runs(layout.run_table(n, ranks), Placement(ranks), layout.padded(n, ranks) // ranks)
     total = torch.zeros(ranks * ranks, dtype=torch.float64)
-    counted = _pairs_by_ring_rank if bool((runs.step == 1).all()) else _pairs_of_stripes
-    if not counted(total, runs, mask.bands(n), mask.stride, ranks):
+    count = _pairs_by_ring_rank if bool((runs.step == 1).all()) else _pairs_of_stripes
+    if not count(total, runs, mask.bands(n), mask.stride, ranks):
         total.fill_(float(keys_per_query(mask, n).sum()) / ranks**2)
     return total.view(ranks, ranks)
 
 
 def _pairs_by_ring_rank(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ranks: int) -> bool:
-    """Add the pairs of each residue class by the mask's stride, in which every stride-th token is next."""
+    """Add the pairs of each residue class of the mask's stride: within a class the mask has no stride."""
     for first in range(stride):
         start, stop = (-((first - x) // stride) for x in (runs.start, runs.stop))
         present = start < stop
         start, stop, rank = start[present], stop[present], runs.ring_rank[present]
         of_class = tightened(of_classes(bands, torch.tensor([first]), stride))
-        met = intersected(_whole(start, stop), of_class)
-        q_run = torch.searchsorted(start, met[:, 0].contiguous(), right=True) - 1
-        begin = torch.searchsorted(start, met[:, 2].contiguous(), right=True) - 1
-        end = torch.searchsorted(start, met[:, 3].contiguous())
+        hits = intersected(_whole(start, stop), of_class)
+        q_run = torch.searchsorted(start, hits[:, 0].contiguous(), right=True) - 1
+        begin = torch.searchsorted(start, hits[:, 2].contiguous(), right=True) - 1
+        end = torch.searchsorted(start, hits[:, 3].contiguous())
         if int((end - begin).sum()) > 2**6 * STRIPES:
             return False
         for i, j in pairs_of_runs(begin, end):
-            m0, m1, k0, k1, low, high = met[i].unbind(1)
+            m0, m1, k0, k1, low, high = hits[i].unbind(1)
             n0, n1 = torch.maximum(k0, start[j]), torch.minimum(k1, stop[j])
             pairs = band_pairs_of(m1 - m0, n1 - n0, low - (n0 - m0), high - (n0 - m0))
             total.index_add_(0, rank[q_run[i]] * ranks + rank[j], pairs.double())
@@ -295,16 +295,16 @@ def _pairs_by_ring_rank(total: Tensor, runs: _Runs, bands: Tensor, stride: int, 
 
 
 def _pairs_by_distance(layout: Layout, bands: Tensor, n: int, ranks: int) -> Tensor | None:
-    """Count where equal chunks meet under two diagonals: pairs depend on the distance of two chunks alone."""
+    """Count pairs of equal chunks under one band: they depend only on the distance of two chunks."""
     chunks = layout.chunk_table(n, ranks)
     if chunks is None or len(bands) != 1 or chunks.shape[1] > 8 or layout.padded(n, ranks) != n:
         return None
     count = chunks.numel()
     if bands[0, :4].tolist() != [0, n, 0, n]:
         return None
-    apart = torch.arange(1 - count, count) * (n // count)  # j - i of the first rows
-    rows = torch.full_like(apart, n // count)
-    pairs = band_pairs_of(rows, rows, bands[0, 4] - apart, bands[0, 5] - apart).double()
+    offset = torch.arange(1 - count, count) * (n // count)  # j - i of the first rows
+    rows = torch.full_like(offset, n // count)
+    pairs = band_pairs_of(rows, rows, bands[0, 4] - offset, bands[0, 5] - offset).double()
     total = torch.zeros(ranks, ranks, dtype=torch.float64)
     for q, k in product(chunks.unbind(1), repeat=2):
         total += pairs[k + (count - 1 - q)[:, None]]
@@ -315,52 +315,52 @@ def _pairs_of_stripes(total: Tensor, runs: _Runs, bands: Tensor, stride: int, ra
     if _too_many(runs, bands):
         return False
     step = int(runs.step[0])
-    apart_by = stride // gcd(step, stride)
-    """Rows between a key that a query sees and the next."""
-    inverse = pow(step // gcd(step, stride), -1, apart_by) if apart_by > 1 else 0
-    for q, k, met in _stripes(runs, bands, stride):
-        m0, m1, n0, n1, low, high = met
+    spacing = stride // gcd(step, stride)
+    """The distance in rows between consecutive keys of a query."""
+    inverse = pow(step // gcd(step, stride), -1, spacing) if spacing > 1 else 0
+    for q, k, stripe in _stripes(runs, bands, stride):
+        m0, m1, n0, n1, low, high = stripe
         rows, columns = m1 - m0, n1 - n0
         low, high = low - (n0 - m0), high - (n0 - m0)
         to = runs.ring_rank[q] * ranks + runs.ring_rank[k]
-        if apart_by == 1:
+        if spacing == 1:
             total.index_add_(0, to, band_pairs_of(rows, columns, low, high).double())
             continue
-        apart = (runs.start[q] - runs.start[k]) // gcd(step, stride)
-        shift = (apart * inverse - n0 + m0) % apart_by
-        for first in range(apart_by):
-            column = (first + shift) % apart_by
+        offset = (runs.start[q] - runs.start[k]) // gcd(step, stride)
+        shift = (offset * inverse - n0 + m0) % spacing
+        for first in range(spacing):
+            column = (first + shift) % spacing
             pairs = band_pairs_of(
-                -((first - rows) // apart_by).clamp(max=0),
-                -((column - columns) // apart_by).clamp(max=0),
-                torch.where(low > -UNBOUNDED // 2, -((column - first - low) // apart_by), low),
-                torch.where(high < UNBOUNDED // 2, (high - column + first) // apart_by, high),
+                -((first - rows) // spacing).clamp(max=0),
+                -((column - columns) // spacing).clamp(max=0),
+                torch.where(low > -UNBOUNDED // 2, -((column - first - low) // spacing), low),
+                torch.where(high < UNBOUNDED // 2, (high - column + first) // spacing, high),
             )
             total.index_add_(0, to, pairs.double())
     return True
 
 
 def begins(residue: Tensor, stride: int, n: int) -> Tensor:
-    """Return how many of n positions are of the classes before that of a residue."""
+    """Return the number of positions, of n, in the classes before a residue's class."""
     return residue * (n // stride) + residue.clamp(max=n % stride)
 
 
 def in_classes(bands: Tensor, stride: int, n: int) -> Tensor:
-    """Return bands over n positions in the order of classes, which hold every stride-th diagonal alone."""
+    """Return dilated bands over n positions as bands over positions in the order of classes."""
     blocks = torch.arange(min(stride, n)).split(max(1, BLOCK // max(1, len(bands))))
     return torch.cat([_moved(of_classes(bands, first, stride), first, stride, n) for first in blocks])
 
 
 def _moved(bands: Tensor, first: Tensor, stride: int, n: int) -> Tensor:
-    """Return bands of classes, each from where its class begins."""
+    """Return bands of classes, moved to the start of their class."""
     begin = begins(first, stride, n).repeat_interleave(len(bands) // len(first))[:, None]
     return tightened(torch.cat([bands[:, :4] + begin, bands[:, 4:]], 1))
 
 
 def numbered(runs: Sequence[tuple[range, int]], stride: int, n: int) -> tuple[Runs, list[range]]:
-    """Return runs of positions in the order of classes, and the rows that they are, in that order.
+    """Return intervals of positions in the order of classes, and their rows in the same order.
 
-    runs: positions without gaps, and the row of the first.
+    runs: positions without gaps, and the row of the first position.
     """
     table = torch.tensor([[run.start, run.stop, row] for run, row in runs])
     start, stop, row = (x[:, None] for x in table.unbind(1))
@@ -371,12 +371,12 @@ def numbered(runs: Sequence[tuple[range, int]], stride: int, n: int) -> tuple[Ru
     rows = torch.stack([(first - start + row)[some], (stop - start + row).expand_as(first)[some]], 1)
     order = begin.argsort()
     spans = joined_table(torch.zeros_like(begin)[order], begin[order], end[order])
-    taken = [range(low, high, stride) for low, high in rows[order].tolist()]
-    return tuple(range(low, high) for _, low, high, _ in spans.tolist()), _joined(taken)
+    ranges = [range(low, high, stride) for low, high in rows[order].tolist()]
+    return tuple(range(low, high) for _, low, high, _ in spans.tolist()), _joined(ranges)
 
 
 def _joined(spans: Iterable[range]) -> list[range]:
-    """Join neighbours that are one range of some step."""
+    """Join neighbours that form one range of some step."""
     joined: list[range] = []
     for span in spans:
         last = joined[-1] if joined else span
@@ -389,11 +389,11 @@ def _joined(spans: Iterable[range]) -> list[range]:
 
 
 class Order:
-    """The rows of a ring rank in the order of classes, in ranges between whose ends all rows rotate.
+    """The rows of a ring rank in the order of classes, as ranges that do not cross ranges of sent rows.
 
     Args:
         rows: as `numbered` returns them.
-        rotate: the ranges of rows that rotate; a range of the order lies within one of them.
+        rotate: the ranges of rows that are sent; a range of the order lies within one of them.
     """
 
     def __init__(self, rows: Sequence[range], rotate: Rows) -> None:
@@ -402,7 +402,7 @@ class Order:
         self.offsets = list(accumulate(map(len, self.spans), initial=0))
 
     def rows(self, numbers: Rows) -> Rows:
-        """Return the rows that are these by number, in their order."""
+        """Return the rows with these numbers in the order."""
         return tuple(part for span in numbers for part in self._rows(span))
 
     def _rows(self, span: range) -> list[range]:

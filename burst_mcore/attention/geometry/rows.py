@@ -1,6 +1,6 @@
 """Rows: ranges of a ring rank's rows, as sets, and as an index to read and write tensors.
 
-Tensors are [B, S, H, D], or statistics [B, H, S]. As sets, rows ascend and are disjoint. As an index, they
+Tensors are [B, S, H, D]; D and LSE are [B, H, S]. As sets, rows ascend and are disjoint. As an index, they
 may have gaps, and may descend.
 """
 
@@ -31,8 +31,8 @@ def union(ranges: list[range]) -> Rows:
 
 def ascending(first: Tensor, stop: Tensor) -> Rows:
     """Return the rows of disjoint ascending ranges [first, stop), neighbours as one range."""
-    apart = first[1:] > stop[:-1]
-    first, stop = torch.cat([first[:1], first[1:][apart]]), torch.cat([stop[:-1][apart], stop[-1:]])
+    gaps = first[1:] > stop[:-1]
+    first, stop = torch.cat([first[:1], first[1:][gaps]]), torch.cat([stop[:-1][gaps], stop[-1:]])
     return tuple(map(range, first.tolist(), stop.tolist()))
 
 
@@ -44,7 +44,7 @@ def spans(read: tuple[Rows, ...]) -> Rows:
 
 
 def indices_of(rows: Rows, wanted: Iterable[int]) -> list[int]:
-    """Return the index of each wanted row among ascending `rows` of step 1, in which each must be."""
+    """Return the index of each wanted row in ascending `rows` of step 1, which must contain all."""
     stops = [span.stop for span in rows]
     offsets = list(accumulate(map(len, rows), initial=0))
     spans = [(row, bisect_right(stops, row)) for row in wanted]
@@ -52,17 +52,17 @@ def indices_of(rows: Rows, wanted: Iterable[int]) -> list[int]:
 
 
 def count(rows: Rows) -> int:
-    """Return how many rows these are."""
+    """Return the number of rows."""
     return len(rows[0]) if len(rows) == 1 else sum(map(len, rows))
 
 
 def axis(x: Tensor) -> int:
-    """Return the dimension of rows in a tensor or a statistic."""
+    """Return the dimension of rows in a tensor, D or LSE."""
     return 1 if x.dim() == 4 else 2
 
 
 def gather(x: Tensor, rows: Rows) -> Tensor:
-    """Return these rows, in their order: a view if they are one ascending range, else a copy."""
+    """Return these rows, in this order: a view if they are one ascending range, else a copy."""
     if len(rows) == 1 and (span := rows[0]).step == 1:  # by far the most frequent
         along, many = 1 if x.dim() == 4 else 2, len(span)
         return x if many == x.shape[along] else x.narrow(along, span.start, many)
@@ -103,7 +103,7 @@ def view(x: Tensor, rows: Rows) -> Tensor | None:
 
 
 def relative_to(stored: Rows | None, rows: Rows) -> Rows:
-    """Return the places of `rows` in a tensor that has room for the rows `stored` alone (None: for all)."""
+    """Return the places of `rows` in a tensor of the rows `stored` (None: all rows)."""
     if stored is None:
         return rows
     if len(stored) == 1:  # by far the most frequent

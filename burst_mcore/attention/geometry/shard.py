@@ -1,4 +1,4 @@
-"""The share of one rank: shapes and dtypes of its tensors, and its place among the ranks of a ring."""
+"""Shapes and dtypes of one rank's shard, and the placement of ranks on a ring."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One rank's share of a call: everything that the sizes of its tensors and messages depend on."""
+    """The shapes and dtypes of one rank's shard, which fix the bytes of its tensors and messages."""
 
     waiting_bytes: ClassVar[int] = 2**25
-    """Bytes of parts of a gradient, at most, that wait to be added in one pass over memory."""
+    """The maximum bytes of pending parts of a gradient, which are added in one pass over memory."""
     batch: int
     tokens: int
     heads: int
@@ -26,13 +26,13 @@ class Shard:
     grad_dtype: torch.dtype = torch.float32
     """Of a rotating gradient."""
     latent: tuple[int, int] | None = None
-    """The widths of the latent and of the rope key that K and V are made of, if they are: see `Latent`."""
+    """The widths of the latent and of the rope key of MLA: see `Latent`; None: K and V are inputs."""
     latent_rotates: bool = False
-    """Whether the latent rotates, and not K and V."""
+    """Whether the latent rotates, instead of K and V."""
 
     @property
     def carried(self) -> tuple[int, int]:
-        """The heads, and the width of each, of what rotates for keys and values."""
+        """(heads, width of each head) of the rotating key side: K and V, or the latent."""
         if self.latent is not None and self.latent_rotates:
             return 1, sum(self.latent)
         return self.kv_heads, self.head_dim + self.value_dim
@@ -69,7 +69,7 @@ class Shard:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V, or of the latent that rotates for them."""
+        """Bytes of the rotating key side: K and V, or the latent."""
         heads, width = self.carried
         return self.rows * heads * width * self.itemsize
 
@@ -84,15 +84,15 @@ class Shard:
         return self.out_bytes + self.statistic_bytes
 
     def gradient_bytes(self, size: int) -> int:
-        """Return the bytes of a rotating gradient, or sum, of numbers that take `size` bytes in Q."""
+        """Return the bytes of a rotating gradient of a tensor of `size` bytes in the dtype of Q."""
         return size // self.itemsize * self.grad_itemsize
 
     def of_member(self, degree: int) -> Shard:
-        """Return the rows of this rank, of the heads of one member, when `degree` ranks share heads."""
+        """Return the shard of this rank's rows and one member's heads, when `degree` ranks share heads."""
         return replace(self, heads=self.heads // degree, kv_heads=max(1, self.kv_heads // degree))
 
     def pooled(self, degree: int) -> Shard:
-        """Return the share of one rank on the ring, when `degree` ranks pool tokens and share heads."""
+        """Return the shard of one rank on the ring, when `degree` ranks pool tokens and share heads."""
         return replace(self.of_member(degree), tokens=self.tokens * degree)
 
     def block_bytes(self, *, of_queries: bool) -> tuple[int, int]:
@@ -103,9 +103,9 @@ class Shard:
         return self.kv_bytes, self.gradient_bytes(self.kv_bytes)
 
     def backward_bytes(self, ranks: int, nodes: int, *, of_queries: bool) -> float:
-        """Return the most bytes that a causal backward adds, on a ring of ranks on so many nodes.
+        """Return the peak bytes that a causal backward adds, on a ring of `ranks` over `nodes`.
 
-        Rotating blocks and sums, sums that stay; the rank's own share, and a tile's results.
+        The sum of rotating blocks and gradients, staying gradients, local gradients, and a tile's results.
         """
         data, gradient = self.block_bytes(of_queries=of_queries)
         _, stays = self.block_bytes(of_queries=not of_queries)
@@ -113,7 +113,7 @@ class Shard:
         blocks, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
         if 1 < nodes < ranks:
             blocks, sums = 2 + (nodes > 3), 3 + (ranks > 2 * nodes)
-        if nodes == 2 < ranks:  # half of what goes back to its own node is masked
+        if nodes == 2 < ranks:  # the mask removes half of the gradients that return to their own node
             sums = 3.5 if ranks > 6 else 2
         halves = of_queries and self.kv_bytes / 2 > self.waiting_bytes and self.kv_heads % 2 == 0
         tile = (sides[1] / 2 + of_queries * self.out_bytes) / (2 if halves else 1) + 2 * self.statistic_bytes
@@ -128,7 +128,7 @@ Number = TypeVar("Number", int, Tensor)
 class Placement:
     """The ranks of `ring_size` head groups, of `heads` members each.
 
-    Inner: a group is `heads` neighbouring ranks, and the ring goes from group to group.
+    Inner: a group is `heads` neighbouring ranks, and the ring connects the groups.
     Outer: a ring is `ring_size` neighbouring ranks, and a group has one rank of each ring.
     """
 
@@ -142,7 +142,7 @@ class Placement:
         return self.ring_size * self.heads
 
     def ring_rank(self, rank: Number) -> Number:
-        """Return the ring rank of a rank: the place on the ring of the rank, or of its head group."""
+        """Return the ring rank of a rank, or of its head group."""
         return rank % self.ring_size if self.outer else rank // self.heads
 
     def member(self, rank: Number) -> Number:

@@ -1,8 +1,8 @@
-"""Tiles: the rectangles that a local kernel is called with, made from the pieces of a plan.
+"""Tiles: the rectangles of single kernel calls, made from the pieces of a plan.
 
-Any piece becomes rectangles that are full, causal, or, for kernels that support them, windows (with no more
-rows than columns). A triangle in the other corner becomes a causal tile with its rows and columns in reverse.
-Pieces that cost less than a kernel call share one tile: as packed sequences, or with a mask, where the kernel
+Any piece becomes rectangles that are full, causal, or, if the kernel supports them, windows (with no more
+rows than columns). A triangle in the other corner becomes a causal tile with rows and columns in reverse.
+Pieces that cost less than a kernel call share one tile: as packed sequences, or with a mask, if the kernel
 supports either.
 """
 
@@ -24,23 +24,23 @@ from burst_mcore.mask.bands import UNBOUNDED
 CALL = 1024
 """The overhead of a kernel call, in pairs."""
 DIAGONAL = 512
-"""Query rows of a tile along a diagonal, where a window is cut: shorter tiles waste less work, longer ones
-need fewer calls."""
+"""Query rows of a tile along a window's diagonal: shorter tiles waste less work, longer tiles need fewer
+calls."""
 GATHERED = 2048
-"""Full pieces of the same query rows become one tile if they have at most this many keys each, on average."""
+"""The maximum mean keys of full pieces of the same query rows that become one tile."""
 
 PACKED = 2**23
-"""Pairs of a piece, at most, that is packed with others: a larger one fills a GPU by itself."""
+"""The maximum pairs of a packed piece: a larger piece fills a GPU by itself."""
 
 
 FAR = 2**31
-"""More than any bound of a sequence: two bounds are kept as one number."""
+"""A number above any bound of a sequence, by which two bounds are coded as one number."""
 
 
 class Tile(NamedTuple):
     """Query rows x key rows of two ring ranks for one call of the kernel.
 
-    The rows may lie apart, and in descending order; the pattern counts them in the order in which they stand.
+    The rows may have gaps and may descend; the pattern counts rows in the order of `q` and `k`.
     """
 
     q: Rows
@@ -56,9 +56,9 @@ def _tile(
 
 
 def tiles(pieces: Tensor, abilities: Abilities) -> tuple[Tile, ...]:
-    """Return the tiles of these pieces, a row each, for a kernel of these abilities.
+    """Return the tiles of a table of pieces for a kernel of these abilities.
 
-    Together they hold every pair of the pieces once, and no other pair.
+    The tiles cover every pair of the pieces exactly once, and no other pair.
     """
     windows, masks, whole, packs = abilities
     if whole:
@@ -91,57 +91,57 @@ def tiles_of(
     k_part: int | None = None,
     keys_stay: bool = False,
 ) -> tuple[Tile, ...]:
-    """Return the tiles in which queries of a ring rank, or of a member there, meet keys of another. Cached.
+    """Return the tiles of queries of a ring rank, or one of its members, and keys of another. Cached.
 
     keys_stay: as in `Plan.pieces`.
     """
     pieces = plan.pieces(q_at, k_at, q_part=q_part, k_part=k_part, keys_stay=keys_stay)
-    met = tiles(pieces, abilities)
-    if not plan.by_class or not met:
-        return met
+    result = tiles(pieces, abilities)
+    if not plan.by_class or not result:
+        return result
     q = plan.order(q_at, q_part, plan.needed(q_at, k_at, of_queries=True))
     k = plan.order(k_at, k_part, plan.needed(k_at, q_at, of_queries=False))
-    return tuple(Tile(q.rows(tile.q), k.rows(tile.k), tile.pattern) for tile in met)
+    return tuple(Tile(q.rows(tile.q), k.rows(tile.k), tile.pattern) for tile in result)
 
 
 def _as_one(pieces: list[Piece], windows: bool) -> tuple[Tile, ...]:
-    """Return one tile of all pieces, which is full, causal or a window if they are."""
+    """Return one tile of all pieces: full, causal or a window if possible, else masked."""
     if len(pieces) == 1:
-        alone = tuple(_lowered(pieces[0], windows, False))
-        if len(alone) == 1:
-            return alone
+        lowered = tuple(_lowered(pieces[0], windows, False))
+        if len(lowered) == 1:
+            return lowered
     return (_masked(pieces),) if pieces else ()
 
 
 def _packed(pieces: Tensor) -> tuple[list[Tile], Tensor]:
-    """Return tiles of packed sequences, and the pieces that have no other to be packed with."""
+    """Return tiles of packed sequences, and the remaining pieces."""
     sequences, piece = _sequences(pieces)
     chains = list(_chains(sequences))
-    together = torch.zeros(len(pieces), dtype=torch.bool)
+    joined = torch.zeros(len(pieces), dtype=torch.bool)
     for chain, _ in chains:
-        together[piece[chain]] |= len(chain) > 1
+        joined[piece[chain]] |= len(chain) > 1
     packed = [
-        _one_after_another(sequences[chain], *bounds) for chain, bounds in chains if together[piece[chain[0]]]
+        _one_after_another(sequences[chain], *bounds) for chain, bounds in chains if joined[piece[chain[0]]]
     ]
-    return packed, pieces[~together]
+    return packed, pieces[~joined]
 
 
 def _sequences(pieces: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sequences of packed calls that small pieces are, by rows, and the piece of each.
+    """Return small pieces as sequences of packed calls, sorted by rows, and the piece of each sequence.
 
-    A sequence, a row of six numbers, is queries [m0, m1) and keys [n0, n1) within (left, right), as `Packed`
-    counts them.
+    A sequence is a row (m0, m1, n0, n1, left, right): queries [m0, m1) and keys [n0, n1) within the bounds
+    of `Packed`.
     """
     m0, m1, n0, n1, low, high, step, _ = pieces.unbind(1)
     rows, columns = m1 - m0, n1 - n0
-    apart = columns - rows
-    left = torch.where(low > -UNBOUNDED, apart - low, -1)
-    right = torch.where(high < UNBOUNDED, high - apart, -1)
-    small = (step == 1) & (rows * columns <= PACKED) & ((left < 0) | ((apart >= 0) & (right <= 0)))
-    ramp = right > 0  # the first rows are causal, the others see all
-    seen_by_all = torch.where(ramp, m1 - right, m1)
-    first = torch.stack([m0, seen_by_all, n0, n1, left, right.clamp(max=0)], 1)
-    rest = torch.stack([seen_by_all, m1, n0, n1, *torch.full_like(pieces[:, :2], -1).unbind(1)], 1)
+    surplus = columns - rows
+    left = torch.where(low > -UNBOUNDED, surplus - low, -1)
+    right = torch.where(high < UNBOUNDED, high - surplus, -1)
+    small = (step == 1) & (rows * columns <= PACKED) & ((left < 0) | ((surplus >= 0) & (right <= 0)))
+    ramp = right > 0  # the first rows are causal, the other rows see all keys
+    ramp_end = torch.where(ramp, m1 - right, m1)
+    first = torch.stack([m0, ramp_end, n0, n1, left, right.clamp(max=0)], 1)
+    rest = torch.stack([ramp_end, m1, n0, n1, *torch.full_like(pieces[:, :2], -1).unbind(1)], 1)
     sequences, number = torch.cat([first[small], rest[small & ramp]]), torch.arange(len(pieces))
     piece = torch.cat([number[small], number[small & ramp]])
     for column in (2, 0):
@@ -151,24 +151,24 @@ def _sequences(pieces: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bounded(sequences: Tensor, left: Tensor | int, right: Tensor | int) -> Tensor:
-    """Return these bounds for each sequence, -1 where one excludes nothing, as one number."""
+    """Return the bounds of each sequence, coded as one number, with -1 for a bound that excludes nothing."""
     m0, m1, n0, n1 = sequences[:, :4].unbind(1)
     left, right = torch.where(left < n1 - n0 - 1, left, -1), torch.where(right < m1 - m0 - 1, right, -1)
     return left * FAR + right
 
 
 def _chains(sequences: Tensor) -> Iterator[tuple[list[int], tuple[int, int]]]:
-    """Yield the numbers of sequences that follow each other within the same bounds, and the bounds.
+    """Yield chains of sequences, as numbers, that one packed call can take, and the bounds of the call.
 
-    Bounds may exclude more than others where that excludes no pair; the most frequent are tried first.
+    Rows and columns ascend in a chain. Bounds are equal where they exclude a pair; frequent bounds go first.
     """
     left, right = sequences[:, 4:].unbind(1)
     bounds, counts = (left * FAR + right).unique(return_counts=True)
-    left_over, own = torch.arange(len(sequences)), _bounded(sequences, left, right)
-    for each in bounds[counts.argsort(descending=True)].tolist():
-        left, right = (each + 1) // FAR, (each + 1) % FAR - 1
-        within = _bounded(sequences[left_over], left, right) == own[left_over]
-        numbers, left_over = left_over[within], left_over[~within]
+    rest, codes = torch.arange(len(sequences)), _bounded(sequences, left, right)
+    for bound in bounds[counts.argsort(descending=True)].tolist():
+        left, right = (bound + 1) // FAR, (bound + 1) % FAR - 1
+        within = _bounded(sequences[rest], left, right) == codes[rest]
+        numbers, rest = rest[within], rest[~within]
         rows = sequences[numbers]
         if bool(((rows[1:, 0] >= rows[:-1, 1]) & (rows[1:, 2] >= rows[:-1, 3])).all()):
             chains = [numbers.tolist()] if len(rows) else []
@@ -178,7 +178,7 @@ def _chains(sequences: Tensor) -> Iterator[tuple[list[int], tuple[int, int]]]:
 
 
 def _chained(numbers: list[int], sequences: list[list[int]]) -> list[list[int]]:
-    """Return the numbers in chains, in each of which both sides begin where those before have ended."""
+    """Return the numbers in chains of ascending rows and columns."""
     chains: list[list[int]] = []
     ends: list[tuple[int, int]] = []
     for number, (m0, m1, n0, n1, *_) in zip(numbers, sequences, strict=True):
@@ -197,8 +197,8 @@ def _one_after_another(sequences: Tensor, left: int, right: int) -> Tile:
     rows, columns = (m1 - m0).tolist(), (n1 - n0).tolist()
     q, k = ascending(m0, m1), ascending(n0, n1)
     if len(rows) == 1:
-        apart = columns[0] - rows[0]
-        return _tile(q, k, None if left < 0 else apart - left, None if right < 0 else apart + right)
+        surplus = columns[0] - rows[0]
+        return _tile(q, k, None if left < 0 else surplus - left, None if right < 0 else surplus + right)
     return Tile(
         q, k, Pattern((sum(rows), sum(columns)), packed=Packed(tuple(rows), tuple(columns), left, right))
     )
@@ -209,7 +209,7 @@ def _area(piece: Piece) -> int:
 
 
 def _narrow(piece: Piece) -> bool:
-    """Return whether a piece is a band too narrow to be cut into triangles."""
+    """Return whether a piece is a band too narrow for triangles."""
     return piece.low > -UNBOUNDED and piece.high < UNBOUNDED and piece.high - piece.low + 1 < DIAGONAL
 
 
@@ -219,16 +219,16 @@ def _strips(piece: Piece) -> Iterator[Piece]:
     for first in range(0, rows, DIAGONAL):
         last = min(first + DIAGONAL, rows)
         left, right = max(0, first + piece.low), min(columns, last + piece.high)
-        apart = left - first
+        shift = left - first
         yield Piece(
             piece.m0 + first,
             piece.m0 + last,
             piece.n0 + left,
             piece.n0 + right,
-            piece.low - apart,
-            piece.high - apart,
+            piece.low - shift,
+            piece.high - shift,
             piece.step,
-            (piece.shift - apart) % piece.step,
+            (piece.shift - shift) % piece.step,
         )
 
 
@@ -245,7 +245,7 @@ def _lowered(piece: Piece, windows: bool, masks: bool) -> Iterator[Tile]:
 
 def _band(q: range, k: range, low: int, high: int, windows: bool, masks: bool) -> Iterator[Tile]:
     """Yield tiles of the rectangle q x k within two diagonals, counted from its corner."""
-    first, last = max(0, -high), min(len(q), len(k) - low)  # rows that see something
+    first, last = max(0, -high), min(len(q), len(k) - low)  # rows that see a key
     q, low, high = q[first:last], _moved(low, first), _moved(high, first)
     left, right = max(0, low), min(len(k), len(q) + high)
     k, low, high = k[left:right], _moved(low, -left), _moved(high, -left)
@@ -260,7 +260,7 @@ def _band(q: range, k: range, low: int, high: int, windows: bool, masks: bool) -
         yield from _causal(q, k, high)
     elif not bounded_high:
         yield from _causal(q[::-1], k[::-1], len(k) - len(q) - low)
-    elif windows:  # a window in which no row is without a column of its own on the diagonal
+    elif windows:  # more rows than columns: split until every row has its column on the diagonal
         half = len(q) // 2
         yield from _band(q[:half], k, low, high, windows, masks)
         yield from _band(q[half:], k, low + half, high + half, windows, masks)
@@ -273,7 +273,7 @@ def _moved(diagonal: int, by: int) -> int:
 
 
 def _causal(q: range, k: range, high: int) -> Iterator[Tile]:
-    """Yield n - m <= high, where the first row sees a column and the last all: a square, and full sides."""
+    """Yield the tiles of n - m <= high: a causal square, and full rectangles on its sides."""
     square = len(k) - high
     if high > 0:
         yield _tile((q,), (k[:high],))
@@ -283,24 +283,24 @@ def _causal(q: range, k: range, high: int) -> Iterator[Tile]:
 
 
 def _along(q: range, k: range, low: int, high: int, masks: bool) -> Iterator[Tile]:
-    """Yield a window: for each block of query rows a full rectangle between two triangles."""
-    rows = min(DIAGONAL, high - low + 2)  # then a band that is narrower has nothing between its triangles
+    """Yield the tiles of a window: for each block of query rows a full rectangle between two triangles."""
+    rows = min(DIAGONAL, high - low + 2)  # a narrower band has no rectangle between its triangles
     for start in range(0, len(q), rows):
         block = q[start : start + rows]
-        low_here, high_here = low + start, high + start
-        edges = low_here, low_here + len(block) - 1, high_here + 1, high_here + len(block)
+        block_low, block_high = low + start, high + start
+        edges = block_low, block_low + len(block) - 1, block_high + 1, block_high + len(block)
         a, b, c, d = (min(len(k), max(0, edge)) for edge in edges)
         if b < c:
             yield _tile((block,), (k[b:c],))
         if masks:
-            yield from _triangles(block, k[a:b], k[c:d], low_here - a, high_here - c)
+            yield from _triangles(block, k[a:b], k[c:d], block_low - a, block_high - c)
             continue
         for left, right in ((a, b), (c, d)):
-            yield from _band(block, k[left:right], low_here - left, high_here - left, False, False)
+            yield from _band(block, k[left:right], block_low - left, block_high - left, False, False)
 
 
 def _triangles(q: range, left: range, right: range, low: int, high: int) -> Iterator[Tile]:
-    """Yield both ends of a block of a window as one tile: left from diagonal `low` on, right to `high`."""
+    """Yield a window's two triangles as one tile: `left` from diagonal `low` on, `right` up to `high`."""
     parts = []
     if left:
         parts.append(Piece(0, len(q), 0, len(left), low, UNBOUNDED))
@@ -313,25 +313,25 @@ def _triangles(q: range, left: range, right: range, low: int, high: int) -> Iter
 def _groups(small: list[Piece]) -> Iterator[list[Piece]]:
     """Group neighbours while a mask over all of them is cheaper than a call for each."""
     group: list[Piece] = []
-    box, alone = (0, 0, 0, 0), 0
+    box, calls = (0, 0, 0, 0), 0
     for piece in sorted(small, key=lambda p: (p.m0, p.n0)):
         cost = _area(piece) + CALL * min(piece.step, piece.m1 - piece.m0)
-        grown = (
+        union_box = (
             (min(box[0], piece.m0), max(box[1], piece.m1), min(box[2], piece.n0), max(box[3], piece.n1))
             if group
             else piece[:4]
         )
-        if group and (grown[1] - grown[0]) * (grown[3] - grown[2]) + CALL > alone + cost:
+        if group and (union_box[1] - union_box[0]) * (union_box[3] - union_box[2]) + CALL > calls + cost:
             yield group
-            group, grown, alone = [], piece[:4], 0
+            group, union_box, calls = [], piece[:4], 0
         group.append(piece)
-        box, alone = grown, alone + cost
+        box, calls = union_box, calls + cost
     if group:
         yield group
 
 
 def _masked(group: list[Piece]) -> Tile:
-    """Return one tile over all rows and columns of a group, and no others."""
+    """Return one masked tile over the rows and columns of a group."""
     q = union([range(piece.m0, piece.m1) for piece in group])
     k = union([range(piece.n0, piece.n1) for piece in group])
     parts = []
@@ -343,7 +343,7 @@ def _masked(group: list[Piece]) -> Tile:
 
 
 def _gathered(tiles: list[Tile]) -> Iterator[Tile]:
-    """Join full tiles of the same query rows: their keys are gathered."""
+    """Join full tiles of the same query rows to one tile of gathered keys."""
     keys: dict[range, list[range]] = {}
     for tile in tiles:
         if tile.pattern.full and len(tile.q) == 1:
@@ -358,22 +358,22 @@ def _gathered(tiles: list[Tile]) -> Iterator[Tile]:
 
 
 ROW = 256
-"""Pairs that take as long as one row more of a launch, whose output is written and merged."""
+"""The time of one more row in a launch (its output is written and merged), in pairs."""
 LAUNCH = 2**19
-"""Pairs that take as long as the overhead of a launch and of the merge after it: about 10 us of 32 heads."""
+"""The overhead of a launch and the merge after it, in pairs: about 10 us of 32 heads."""
 
 
 class Launches(NamedTuple):
-    """The mean pairs of a launch, as powers of two, by what a kernel can take at once."""
+    """The mean pairs of a launch, as powers of two, by the abilities of a kernel."""
 
     alone: int
-    """One rectangle, full or causal."""
+    """Of a kernel that takes one rectangle, full or causal."""
     windows: int
-    """One band within any two diagonals."""
+    """Of a kernel that takes one band within any two diagonals."""
     packed: int
-    """Small diagonals, one after another."""
+    """Of a kernel that takes packed sequences."""
     whole: int
-    """Everything."""
+    """Of a kernel that takes any pieces."""
 
     def of(self, abilities: Abilities) -> int:
         """Return the mean pairs of a launch of a kernel of these abilities, as a power of two."""
@@ -385,26 +385,26 @@ class Launches(NamedTuple):
 
 
 LARGE = Launches(40, 40, 40, 40)
-"""Launches so large that their number costs nothing."""
+"""Launches with a negligible overhead."""
 
 
 def launches_of(mask: Mask, n: int) -> Launches:
-    """Return how large launches are under a mask of n tokens.
+    """Return the sizes of launches under a mask of n tokens.
 
-    Rows that are met several times count as launches, too: each time their results are merged.
+    Rows in several pieces count as launches, too: each time their results are merged.
     """
     q0, q1, k0, k1, low, high = mask.bands(n).unbind(1)
-    rows, columns, apart = q1 - q0, k1 - k0, k0 - q0
-    pairs = band_pairs_of(rows, columns, low - apart, high - apart)
+    rows, columns, offset = q1 - q0, k1 - k0, k0 - q0
+    pairs = band_pairs_of(rows, columns, low - offset, high - offset)
     cut = (low > k0 - (q1 - 1)) & (high < (k1 - 1) - q0)  # both diagonals cut the rectangle
     blocks = torch.where(cut, 3 * -(-rows // (high - low + 2).clamp(1, DIAGONAL)), 1)
     step, small = mask.stride, (pairs <= PACKED) & (mask.stride == 1)
-    again = max(0, int(rows.sum()) - n) * ROW / LAUNCH
+    repeats = max(0, int(rows.sum()) - n) * ROW / LAUNCH
     chains = max(int(x[small].sum()) for x in (rows, columns)) / n
     counts = (
-        int(blocks.sum()) * step + again,
-        len(pairs) * step + again,
-        int((~small).sum()) * step + chains + again,
+        int(blocks.sum()) * step + repeats,
+        len(pairs) * step + repeats,
+        int((~small).sum()) * step + chains + repeats,
         1,
     )
     total = max(1.0, float(pairs.sum()) / step)

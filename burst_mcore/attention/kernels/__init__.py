@@ -1,4 +1,4 @@
-"""Local attention kernels: one table, and a readable reference beside the fast ones.
+"""Local attention kernels: one table, with a readable reference kernel.
 
 kernel                the interface: problem, scores, inputs of backward
 table                 all kernels by name, and the choice of one
@@ -6,7 +6,7 @@ cpu                   torch's flash kernel on the CPU
 aten, flash, te       kernels of torch on CUDA, of flash-attn and TransformerEngine
 triton, triton_code   our own kernel, for any mask
 reference             plain torch, slow and exact
-cached                attention to a cache of keys; merge, of attention over two sets of keys
+cached                attention to a cache of keys
 blocks                lists of blocks for our own kernel
-wrappers              what kernels lack: head dims, any D, small tiles, NaN
+wrappers              features that kernels lack: head dims, any D, small tiles, NaN
 """

@@ -1,10 +1,10 @@
-"""The flash kernels that torch ships for CUDA: cuDNN, FlashAttention-2; and the convention of flash kernels.
+"""The flash kernels that torch ships for CUDA: cuDNN and FlashAttention-2; and flash kernels' conventions.
 
-Their backwards take the forward's out only to form delta, so any tensor of the same rowsum serves.
+Their backwards read out only to form delta, so any tensor with the same rowsum(dO * out) is legal.
 
-The convention: windows, and many diagonals of one tile in one call, by cu_seqlens. For a packed pattern,
-tensors of a tile [B, S, H, D] become [B * S, H, D], and statistics [B, H, S] become [H, B * S]: sequence
-after sequence, batch after batch. For other patterns these functions change nothing.
+The conventions: windows, and packed sequences (varlen) by cu_seqlens. For a packed pattern, tensors of a tile
+[B, S, H, D] become [B * S, H, D], and lse and delta [B, H, S] become [H, B * S]: sequence after sequence,
+batch after batch. For other patterns these functions change nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Sequences(NamedTuple):
-    """Where sequences begin and end in packed queries and keys, int32 [sequences + 1], and the longest."""
+    """cu_seqlens of packed queries and keys, int32 [sequences + 1], and the maximum lengths."""
 
     of_q: Tensor | None
     of_k: Tensor | None
@@ -41,23 +41,23 @@ class Sequences(NamedTuple):
 
 
 def sequences(pattern: Pattern, q: Tensor) -> Sequences:
-    """Return the sequences of a packed pattern, for the batches of q [B, S, H, D]; kept with the pattern."""
+    """Return the sequences of a packed pattern, for the batches of q [B, S, H, D]; cached on the pattern."""
     assert pattern.packed is not None
     key = "sequences", q.shape[0], q.device
-    made: tuple[Sequences, Tensor] | None = pattern.kernel_cache.get(key)
-    if made is None:
+    entry: tuple[Sequences, Tensor] | None = pattern.kernel_cache.get(key)
+    if entry is None:
         lengths = pattern.packed.q, pattern.packed.k
         ends = torch.tensor([[*accumulate(x * q.shape[0], initial=0)] for x in lengths], dtype=torch.int32)
-        if q.is_cuda:  # one copy, which the host does not wait for; its source lives as long as the pattern
+        if q.is_cuda:  # one asynchronous copy; its source lives as long as the pattern
             ends = ends.pin_memory()
-        made = Sequences(*ends.to(q.device, non_blocking=True), *map(max, lengths)), ends
-        if active_fake_mode() is None:  # else a tensor without data, which is its mode's own
-            pattern.kernel_cache[key] = made
-    return made[0]
+        entry = Sequences(*ends.to(q.device, non_blocking=True), *map(max, lengths)), ends
+        if active_fake_mode() is None:  # never cache a fake mode's tensor
+            pattern.kernel_cache[key] = entry
+    return entry[0]
 
 
 def kept(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
-    """Return make(*arguments, device=device), made once on each stream; nobody may write to it."""
+    """Return make(*arguments, device=device), cached by stream; read-only."""
     if active_fake_mode() is not None:
         return make(*arguments, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -70,7 +70,7 @@ def _kept(make: Callable[..., Tensor], arguments: Any, device: torch.device, str
 
 
 def keywords(pattern: Pattern, q: Tensor) -> dict[str, Any]:
-    """Return the arguments by which flash-attn packages are told of sequences."""
+    """Return the cu_seqlens arguments of flash-attn packages."""
     if pattern.packed is None:
         return {}
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
@@ -83,12 +83,12 @@ def is_causal(pattern: Pattern) -> bool:
 
 
 def flat(pattern: Pattern, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors as a call for the pattern takes them."""
+    """Return tensors in the layout of a call for the pattern."""
     return tuple(x.flatten(0, 1).contiguous() for x in tensors) if pattern.packed else tensors
 
 
 def flat_inputs(pattern: Pattern, inputs: BackwardInputs) -> BackwardInputs:
-    """Return the inputs of a backward as a call for the pattern takes them; lse contiguous in any case."""
+    """Return the inputs of a backward in the layout of a call for the pattern; lse is always contiguous."""
     if pattern.packed is None:
         return inputs._replace(lse=inputs.lse.contiguous())
     dout, q, k, v = flat(pattern, inputs.dout, inputs.q, inputs.k, inputs.v)
@@ -115,10 +115,10 @@ def gradients_of_batch(pattern: Pattern, gradients: Gradients, batch: int) -> Gr
 def from_lower_right(pattern: Pattern) -> tuple[int, int]:
     """Return (left, right), -1 for unbounded, counted from the diagonal into the lower right corner.
 
-    FlashAttention's convention: row m sees column n iff -left <= n - (m + N - M) <= right. A tile's window
-    leaves no row and no column of its rectangle unseen. So neither bound is negative; a negative one would be
-    read as unbounded. A window has no more rows than columns: FlashAttention-2 takes a right bound of N and
-    more as unbounded, and an unbounded one as N.
+    FlashAttention's convention: row m sees column n iff -left <= n - (m + N - M) <= right. Every row and
+    column of a tile's window has a pair. So neither bound is negative; flash-attn reads a negative bound as
+    unbounded. A window has no more rows than columns: FlashAttention-2 takes a right bound of N and more as
+    unbounded, and an unbounded bound as N.
     """
     if pattern.packed:
         return pattern.packed.left, pattern.packed.right
@@ -126,16 +126,16 @@ def from_lower_right(pattern: Pattern) -> tuple[int, int]:
         return -1, -1
     rows, columns = pattern.shape
     assert rows <= columns, f"a window over {pattern.shape}"
-    apart = columns - rows
-    left = -1 if pattern.low is None else apart - pattern.low
-    right = -1 if pattern.high is None else pattern.high - apart
+    surplus = columns - rows
+    left = -1 if pattern.low is None else surplus - pattern.low
+    right = -1 if pattern.high is None else pattern.high - surplus
     assert left >= 0 or pattern.low is None, f"a window from {pattern.low} on over {pattern.shape}"
     assert right >= 0 or pattern.high is None, f"a window up to {pattern.high} over {pattern.shape}"
     return left, right
 
 
 def half_on_cuda(problem: Problem, largest_head_dim: int) -> str | None:
-    """Return why a kernel for float16 and bfloat16 on CUDA cannot serve; None if it can."""
+    """Return why a kernel for float16 and bfloat16 on CUDA does not support a problem; None if it does."""
     if problem.device != "cuda":
         return f"tensors are on {problem.device}, not on cuda"
     if problem.dtype not in HALF:
@@ -165,9 +165,9 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Sc
 
 def _flash_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = from_lower_right(pattern)
-    seed, given = kept(_no_seed, (), device=inputs.q.device), flat_inputs(pattern, inputs)
+    seed, args = kept(_no_seed, (), device=inputs.q.device), flat_inputs(pattern, inputs)
     gradients = _aten._flash_attention_backward(
-        given.dout, given.q, given.k, given.v, given.out, given.lse, *_ends(pattern, inputs.q, inputs.k),
+        args.dout, args.q, args.k, args.v, args.out, args.lse, *_ends(pattern, inputs.q, inputs.k),
         0.0, is_causal(pattern), seed, seed, scale=scores.scale, window_size_left=left,
         window_size_right=right,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def _flash_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) ->
 
 
 def _ends(pattern: Pattern, q: Tensor, k: Tensor) -> Sequences:
-    """Return the sequences of a call: of a packed pattern its own, else whole rows."""
+    """Return the sequences of a call: those of a packed pattern, else whole rows."""
     return sequences(pattern, q) if pattern.packed else Sequences(None, None, q.shape[1], k.shape[1])
 
 
@@ -201,7 +201,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Sc
 
 def _cudnn_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     assert inputs.out is not None
-    # torch keeps the plan that it made for tensors of these sizes, whatever the strides of dout and out then.
+    # torch caches cuDNN's plan by sizes, without the strides of dout and out: so both are contiguous.
     dout, q, k, v, out = heads_first(
         inputs.dout.contiguous(), inputs.q, inputs.k, inputs.v, inputs.out.contiguous()
     )

@@ -1,4 +1,4 @@
-"""Patterns as lists of blocks, the form in which the Triton kernel walks them. Pure functions."""
+"""Patterns as lists of blocks, which the Triton kernel walks. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FAR = 2**30
 
 
 LARGEST_BLOCK = 128
-"""Rows or columns of a block, at most: numbers that count from its corner have 8 bits."""
+"""The maximum rows or columns of a block: offsets in a block have 8 bits."""
 
 
 class BlockLists(NamedTuple):
-    """For each block of one side (its own), the blocks of the other side that it meets: int32 tensors.
+    """The blocks of the other side for each block of one side (its own), as int32 tensors.
 
-    Block i meets the `entries` from starts[i] to starts[i + 1]. Up to `full[i]` they are blocks that are seen
-    wholly, each once. Each further entry is one part of a block: where several parts share a block, it has
-    several entries. An entry is four numbers:
+    Block i has the `entries` from starts[i] to starts[i + 1]. Up to `full[i]` they are full blocks, each
+    once. Each further entry is one part of a block: a block with several parts has several entries. An entry
+    is four numbers:
 
     * the block of the other side;
     * own0, own1, others0, others1, 8 bits each: rows of either side within the block;
-    * low, high, step, 8 bits each: rows with low <= other - own <= high meet, `step` apart from low on;
-    * 2^32 / step, rounded up, plus 256, modulo 2^32: products by which tell multiples of the step.
+    * low, high, step, 8 bits each: pairs with other - own in range(low, high + 1, step) attend;
+    * 2^32 / step, rounded up, plus 256, modulo 2^32: a factor whose products detect multiples of the step.
     """
 
     starts: Tensor
@@ -38,21 +38,21 @@ class BlockLists(NamedTuple):
 
 
 ALIGNED = 4
-"""Numbers at whose multiples lists begin in a common memory: 16 bytes, as kernels are compiled for."""
+"""The alignment of lists in common memory, in int32 numbers: the 16 bytes that kernels are compiled for."""
 
 
 def on_device(lists: Sequence[BlockLists], device: torch.device) -> list[BlockLists]:
-    """Return many lists on a device, by one copy which the host does not wait for.
+    """Return many lists on a device, by one asynchronous copy.
 
-    Pinned memory is torch's: its allocator lends no block again before copies from it are done.
+    The pinned memory is torch's: its allocator reuses a block only after copies from it are complete.
     """
     tensors = [x for one in lists for x in one]
     ends = list(accumulate((-(-x.numel() // ALIGNED) * ALIGNED for x in tensors), initial=0))
     memory = torch.empty(ends[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     for start, x in zip(ends, tensors, strict=False):
         memory[start : start + x.numel()] = x.flatten()
-    there = memory.to(device, non_blocking=True)
-    views = [there[start : start + x.numel()].view(x.shape) for start, x in zip(ends, tensors, strict=False)]
+    copy = memory.to(device, non_blocking=True)
+    views = [copy[start : start + x.numel()].view(x.shape) for start, x in zip(ends, tensors, strict=False)]
     return [
         BlockLists(*views[i : i + len(BlockLists._fields)])
         for i in range(0, len(views), len(BlockLists._fields))
@@ -60,7 +60,7 @@ def on_device(lists: Sequence[BlockLists], device: torch.device) -> list[BlockLi
 
 
 def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) -> BlockLists:
-    """Return the lists for blocks of block_m rows and block_n columns, by blocks of rows or of columns."""
+    """Return the lists of blocks of block_m rows x block_n columns, by blocks of rows or of columns."""
     assert max(block_m, block_n) <= LARGEST_BLOCK
     rows, columns = pattern.shape
     parts = _parts(pattern)
@@ -75,20 +75,20 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
     corner_m, corner_n, step = bm * block_m, bn * block_n, step[part]
     top, bottom = torch.maximum(corner_m, m0[part]), torch.minimum(corner_m + block_m, m1[part])
     left, right = torch.maximum(corner_n, n0[part]), torch.minimum(corner_n + block_n, n1[part])
-    apart = n0[part] - m0[part]  # diagonals of a part are counted from its corner
-    nearest, farthest = left - (bottom - 1) - apart, (right - 1) - top - apart
+    offset = n0[part] - m0[part]  # diagonals of a part are counted from its corner
+    nearest, farthest = left - (bottom - 1) - offset, (right - 1) - top - offset
     low, high = torch.maximum(nearest, low[part]), torch.minimum(farthest, high[part])
     whole = (top == corner_m) & (bottom == torch.clamp(corner_m + block_m, max=rows)) & (step == 1)
     whole &= (left == corner_n) & (right == corner_n + block_n) & (low == nearest) & (high == farthest)
-    low = low + (shift[part] - low) % step  # both ends of a range of diagonals are in it
+    low = low + (shift[part] - low) % step  # the first and last diagonal that are = shift (mod step)
     high = high - (high - low) % step
-    met = low <= high
+    nonempty = low <= high
     step = torch.where(low == high, 1, step)
-    low, high = low + apart - (corner_n - corner_m), high + apart - (corner_n - corner_m)
+    low, high = low + offset - (corner_n - corner_m), high + offset - (corner_n - corner_m)
     spans = [top - corner_m, bottom - corner_m, left - corner_n, right - corner_n]
-    own, other, many = bm, bn, -(-rows // block_m)
+    side, other, count = bm, bn, -(-rows // block_m)
     if by_columns:
-        own, other, many, low, high, spans = (
+        side, other, count, low, high, spans = (
             bn,
             bm,
             -(-columns // block_n),
@@ -97,17 +97,17 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
             spans[2:] + spans[:2],
         )
     words = (other, _bytes(*spans), _bytes(low, high, step), _signed(-(-(1 << 32) // step) + 256))
-    entries, own, is_part = torch.stack(words, 1)[met], own[met], (~whole[met]).long()
+    entries, side, is_part = torch.stack(words, 1)[nonempty], side[nonempty], (~whole[nonempty]).long()
     width = int(other.max()) + 1 if len(other) else 1
-    order = torch.argsort((own * 2 + is_part) * (width) + other[met], stable=True)
-    own, is_part = own[order], is_part[order]
-    starts = torch.searchsorted(own, torch.arange(many + 1))
-    full = starts[:-1] + torch.zeros(many, dtype=torch.int64).index_add_(0, own, 1 - is_part)
+    order = torch.argsort((side * 2 + is_part) * (width) + other[nonempty], stable=True)
+    side, is_part = side[order], is_part[order]
+    starts = torch.searchsorted(side, torch.arange(count + 1))
+    full = starts[:-1] + torch.zeros(count, dtype=torch.int64).index_add_(0, side, 1 - is_part)
     return BlockLists(*(x.to(torch.int32).contiguous() for x in (starts, full, entries[order])))
 
 
 def _bytes(*values: Tensor) -> Tensor:
-    """Return the lowest bytes of values as one number of 32 bits, the first value lowest."""
+    """Pack the lowest bytes of values into one number of 32 bits, the first value lowest."""
     word = torch.zeros_like(values[0])
     for place, value in enumerate(values):
         word |= (value & 255) << 8 * place
@@ -115,7 +115,7 @@ def _bytes(*values: Tensor) -> Tensor:
 
 
 def _signed(word: Tensor) -> Tensor:
-    """Return the signed number of 32 bits that is equal to a number modulo 2^32."""
+    """Return a number modulo 2^32 as a signed number of 32 bits."""
     return (word + 2**31) % 2**32 - 2**31
 
 

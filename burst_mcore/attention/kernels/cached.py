@@ -13,19 +13,19 @@ from burst_mcore.attention.kernels.reference import PLAIN
 def attend_to_cache(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attend to a cache by the kernel of plain torch, which stores all scores.
+    """Attend to a cache by the reference kernel, which stores all scores.
 
     Args:
         q: [B, M, H, D]. k: [B, N, Hkv, D]. v: [B, N, Hkv, Dv].
-        allowed: bool [M, N], which queries see which keys.
+        allowed: bool [M, N], whether a query sees a key.
         scores: scale and softcap.
-        sinks: [H], a logit of each head that brings no value.
+        sinks: [H], a logit of each head with a value of zero.
 
     Returns:
         [B, M, H, Dv].
     """
     out, lse = PLAIN.forward(q, k, v, Pattern.from_table(allowed), scores)  # a row of a cache is one document
-    if sinks is not None:  # it takes its share of the softmax
+    if sinks is not None:  # e^lse / (e^lse + e^sink) = sigmoid(lse - sink)
         share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2)[..., None]
         out = out * share.to(out.dtype)
     return out

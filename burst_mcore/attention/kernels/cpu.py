@@ -1,6 +1,6 @@
 """The flash kernel that torch ships for CPUs.
 
-Its backward takes the forward's out only to form delta, so any tensor of the same rowsum serves.
+Its backward reads out only to form delta, so any tensor with the same rowsum(dO * out) is legal.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kern
 from burst_mcore.attention.kernels.wrappers import NARROW, keeps_nan_where_seen, takes_any_value_dim
 
 _flash: Callable[..., Results] = torch._scaled_dot_product_flash_attention_for_cpu
-"""By torch.ops.aten this takes 2 us more."""
+"""Called directly: torch.ops.aten takes 2 us more."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LARGE = 16.0
-"""The largest log-sum-exp whose rounding in float32 is no more than that of the kernel's other steps. Scores
-of a normal distribution exceed it from 5M keys on. With 19 dq became three times less exact."""
+"""The maximum log-sum-exp with a rounding error in float32 as small as the kernel's other errors. Scores of a
+normal distribution exceed it from 5M keys on. With 19 dq became three times less exact."""
 
 
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -51,13 +51,13 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Sc
     attend = partial(_flash, *heads_first(q, k, v), 0.0, pattern.causal, scale=scores.scale)
     out, lse = attend(attn_mask=bias)
     if q.dtype == torch.float32 and not float(torch.linalg.vector_norm(lse, torch.inf)) <= LARGE:
-        # Rounded to float32, it is too rough for a merge: see `of_parts`. Less that, which changes no output,
-        # it is small. Scores in backward keep their rounding. A table of a tile is copied for each head here.
+        # lse in float32 is too rough for a merge (see `of_parts`). A second forward with scores S - lse has
+        # the same output, and returns the small rest. A tile's table is copied for each head here.
         rough = lse.nan_to_num(0.0, 0.0, 0.0)
-        less = -rough[..., None]
-        out, rest = attend(attn_mask=less if bias is None else bias + less)
+        shift = -rough[..., None]
+        out, rest = attend(attn_mask=shift if bias is None else bias + shift)
         lse = rough.double() + rest
-    if mask is not None:  # rows that see nothing have a lse of 0
+    if mask is not None:  # the kernel returns lse = 0 for rows without a key
         lse.masked_fill_(~mask.any(1), -torch.inf)
     return out.transpose(1, 2), lse
 

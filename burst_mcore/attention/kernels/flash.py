@@ -1,7 +1,7 @@
 """The flash-attn packages: 2 (`flash_attn`), 3 (`flash_attn_interface`), 4 (`flash_attn.cute`).
 
-Their low-level forwards and backwards, which take and return the log-sum-exp. Written after the sources of
-2.6.0 to 2.8.3, of both signatures that version 3 has had, and of 4.0.0b36.
+These are low-level forwards and backwards, which take and return the log-sum-exp. Written after the sources
+of 2.6.0 to 2.8.3, of both signatures of version 3, and of 4.0.0b36.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: S
         window_size_right=right, softcap=_softcap(scores), alibi_slopes=None, return_softmax=False,
     )  # fmt: skip
     out, lse = results[0], results[5 if len(results) == 8 else 1]  # 8 results before 2.7
-    if left >= 0 or right > 0:  # rows that see nothing have +inf
+    if left >= 0 or right > 0:  # the kernel returns +inf for rows without a key
         lse.masked_fill_(lse == torch.inf, -torch.inf)
     return of_batch(pattern, out, lse, len(q))
 
 
 def _flash2_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = from_lower_right(pattern)
-    given = flat_inputs(pattern, inputs)
-    gradients = _room(given)
+    args = flat_inputs(pattern, inputs)
+    gradients = _room(args)
     of = "_varlen" if pattern.packed else ""
     packages.call(
         getattr(_flash2(), f"_flash_attn{of}_backward"),
-        given.dout, given.q, given.k, given.v, given.out, given.lse, *gradients,
+        args.dout, args.q, args.k, args.v, args.out, args.lse, *gradients,
         **keywords(pattern, inputs.q), dropout_p=0.0, softmax_scale=scores.scale, causal=is_causal(pattern),
         window_size=(left, right), window_size_left=left, window_size_right=right,
         softcap=_softcap(scores), alibi_slopes=None, deterministic=scores.deterministic,
@@ -98,11 +98,11 @@ def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: S
 
 def _flash3_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = from_lower_right(pattern)
-    given, causal = flat_inputs(pattern, inputs), is_causal(pattern)
-    dq, dk, dv = _room(given)
+    args, causal = flat_inputs(pattern, inputs), is_causal(pattern)
+    dq, dk, dv = _room(args)
     packages.call(
         _flash3()._flash_attn_backward,
-        given.dout, given.q, given.k, _rows_dense(given.v), given.out, given.lse,
+        args.dout, args.q, args.k, _rows_dense(args.v), args.out, args.lse,
         **keywords(pattern, inputs.q), dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, causal=causal,
         is_causal=causal, window_size=(left, right), window_size_left=left, window_size_right=right,
         softcap=_softcap(scores), deterministic=scores.deterministic,
@@ -128,8 +128,8 @@ def _flash4_supports(problem: Problem) -> str | None:
     module = _flash4()
     if isinstance(module, str):
         return module
-    missing = [name for name in ("dlse", "deterministic") if not packages.has(module._flash_attn_bwd, name)]
-    return f"this flash-attn-4's backward has no {', '.join(missing)}" if missing else None
+    names = [name for name in ("dlse", "deterministic") if not packages.has(module._flash_attn_bwd, name)]
+    return f"this flash-attn-4's backward has no {', '.join(names)}" if names else None
 
 
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
@@ -144,12 +144,12 @@ def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: S
 
 def _flash4_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
-    given, width = flat_inputs(pattern, inputs), inputs.dout.shape[-1]  # it takes D as rowsum(dO O) - dLSE
-    nothing = kept(_zeros, width, inputs.dout.dtype, device=inputs.dout.device).expand_as(given.dout)
+    args, width = flat_inputs(pattern, inputs), inputs.dout.shape[-1]  # its D is rowsum(dO O) - dLSE
+    nothing = kept(_zeros, width, inputs.dout.dtype, device=inputs.dout.device).expand_as(args.dout)
     dq, dk, dv, *_ = _flash4()._flash_attn_bwd(
-        given.q, given.k, given.v, nothing, given.dout, given.lse, softmax_scale=scores.scale,
+        args.q, args.k, args.v, nothing, args.dout, args.lse, softmax_scale=scores.scale,
         causal=is_causal(pattern), softcap=_softcap(scores), window_size_left=left, window_size_right=right,
-        deterministic=scores.deterministic, dlse=-given.delta, **keywords(pattern, inputs.q),
+        deterministic=scores.deterministic, dlse=-args.delta, **keywords(pattern, inputs.q),
     )  # fmt: skip
     return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
 

@@ -1,7 +1,7 @@
 """The interface of a local kernel, which computes one tile on one device.
 
-A kernel knows nothing of rings. In backward the softmax statistics of the whole row come from outside, so the
-gradients of a tile are its exact share of the whole.
+A kernel is independent of rings. In backward LSE and D of the whole row are inputs, so the gradients of a
+tile are exact summands of the whole gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from burst_mcore.dtypes import wide
 
 @dataclass(frozen=True)
 class Problem:
-    """The shapes, dtype and options that a kernel must serve; head_dim is the width of queries and keys."""
+    """The shapes, dtype and options of a call; head_dim is the width of queries and keys."""
 
     device: str
     dtype: torch.dtype
@@ -35,9 +35,9 @@ class Problem:
     deterministic: bool = False
     """Gradients must be bitwise equal between runs."""
     launches: Launches = LARGE
-    """How much work the mask leaves to a launch. It changes only the order in which "auto" tries kernels."""
+    """The work of a launch under the mask. It changes only the order in which "auto" tries kernels."""
     documents: bool = False
-    """The mask has documents: their lengths, and so the shapes of tiles, differ from call to call."""
+    """Whether the mask has documents: their lengths, and so the shapes of tiles, differ from call to call."""
 
 
 class Scores(NamedTuple):
@@ -48,11 +48,11 @@ class Scores(NamedTuple):
     deterministic: bool = False
     """Gradients are bitwise equal between runs."""
     max_logit: bool = False
-    """Whether forward returns the max logit of each head, too, in kernels that have it."""
+    """Whether forward returns the max logit of each head, too, if the kernel computes it."""
 
 
 Results = tuple[Tensor, ...]
-"""out and lse of a tile, and the max logits of kernels that are asked and have them: see `Forward`."""
+"""out and lse of a tile, and from some kernels the requested max logits: see `Forward`."""
 Shares = tuple[GradientShare, GradientShare]
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk and dv of a tile: see `Backward`."""
@@ -61,26 +61,27 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class Forward(Protocol):
     """(out [B, M, H, Dv], lse [B, H, M]) of q [B, M, H, D], k [B, N, Hkv, D], v [B, N, Hkv, Dv].
 
-    Both results are new tensors that the caller may write. In rows that see no key out is finite, and lse is
-    -inf. lse is natural-log, in at least float32; a float64 one tells by how much float32 would round it.
-    The third result is [H]: the max logit that a row sees, before a softcap.
+    Both results are new tensors that the caller may write. In rows without a key out is finite, and lse is
+    -inf. lse is the natural logarithm, in at least float32; float64 where float32 would round too much.
+    The third result is [H]: the max logit, before a softcap.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results: ...
 
 
 STEEP = {torch.float64: 2.0**40}
-"""By dtype, or 2^14: a factor of scores so steep that their log-sum-exp is their maximum.
+"""The factor a of scores, by dtype (default 2^14), for which log-sum-exp(a s) / a is the maximum of s.
 
-Too large by log(keys) / 2^14 at most. GPUs take exp2(fma(score, scale, -maximum)) of a rounded maximum: an
-exponent off by 2^-24 of it, finite for scores up to 100,000 at 2^14, and for none at 2^40."""
+max(s) <= LSE(a s) / a <= max(s) + log(keys) / a. GPUs compute exp2(fma(score, scale, -maximum)) with a
+rounded maximum: the exponent is off by 2^-24 of the maximum, finite for scores up to 100,000 at 2^14, and for
+none at 2^40."""
 
 
 class BackwardInputs(NamedTuple):
     """The inputs of a tile's backward, with the statistics of the WHOLE row: lse and delta [B, H, M], wide.
 
     `out` [B, M, H, Dv] is the forward's, or any tensor with rowsum(dout * out) = delta. Kernels with
-    `takes_delta` read delta and get no out; the others form delta from out. `Kernel.shares` makes one.
+    `takes_delta` read delta and get no out; other kernels compute delta from out. `Kernel.shares` makes one.
     """
 
     dout: Tensor
@@ -92,26 +93,26 @@ class BackwardInputs(NamedTuple):
     delta: Tensor
 
     def with_output(self) -> BackwardInputs:
-        """Return the inputs with an output, if need be a stand-in."""
+        """Return the inputs with the output, or a stand-in for O if it is missing."""
         return self if self.out is not None else self._replace(out=output_stand_in(self.dout, self.delta))
 
 
 class Backward(Protocol):
-    """(dq, dk, dv), new tensors, in the dtypes of q, k, v: this tile's share of the whole gradients.
+    """(dq, dk, dv) of this tile, new tensors in the dtypes of q, k, v: summands of the whole gradients.
 
-    With P = exp(s - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k, dk = scale dS^T q.
-    A softcap multiplies dS by 1 - (s / softcap)^2.
+    With P = exp(s - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k, dk = scale dS^T q
+    (BurstEngine, algorithm 2). A softcap multiplies dS by tanh' = 1 - (s / softcap)^2.
     """
 
     def __call__(self, inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients: ...
 
 
 class InPlace(NamedTuple):
-    """Functions of a kernel that merge or add its results into running sums, without a further pass.
+    """Functions of a kernel that merge or add its results into running sums in the same launch.
 
-    Sums are views [B, M or N, H or Hkv, D], lse [B, H, M], in any dtype; `fresh` ones are uninitialised. Of
-    a row of d elements, a tile then moves 8 d bytes in float32 (4 d if fresh). Without them the kernel writes
-    d s bytes, s to an element, and a pass of its own moves d (s + 8) more.
+    Sums are views [B, M or N, H or Hkv, D], lse [B, H, M], in any dtype; `fresh` sums are uninitialised. For
+    a row of d elements, a tile then moves 8 d bytes in float32 (4 d if fresh). Without these functions the
+    kernel writes d s bytes, of s bytes an element, and another pass moves d (s + 8) more.
     """
 
     merge_forward: Callable[..., None]
@@ -121,14 +122,14 @@ class InPlace(NamedTuple):
     add_dkv: Callable[..., None]
     """(inputs, pattern, scores, dk, dv, *, fresh)."""
     at_once: Callable[[BackwardInputs, Scores], bool] = lambda inputs, scores: False
-    """Whether one launch makes all gradients of a tile, `add_all`, and forms the scores once for them."""
+    """Whether one launch computes all gradients of a tile (`add_all`), with one computation of scores."""
     add_all: Callable[..., None] | None = None
     """(inputs, pattern, scores, dq, dk, dv, *, fresh_dq, fresh_dkv)."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the table. `supports(problem)` is None, or the reason why it cannot serve."""
+    """A row of the table of kernels. `supports(problem)` is None, or the reason why it is unsupported."""
 
     name: str
     supports: Callable[[Problem], str | None]
@@ -141,12 +142,12 @@ class Kernel:
     prepare: Callable[..., None] | None = None
     """(patterns, problem, device, *, forward): called before the tiles of a pass, with all their patterns."""
     of_documents: Kernel | None = None
-    """The kernel that takes the place of this one under masks with documents."""
+    """The kernel that replaces this kernel under masks with documents."""
     copies: bool = False
-    """Whether it copies tensors of some heads of others."""
+    """Whether the kernel copies inputs that are views of some heads."""
 
     def max_logit(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Tensor:
-        """Return the max logit of each head of a tile, [H], by one more forward."""
+        """Return the max logit of each head of a tile, [H], by one more forward: see `STEEP`."""
         steep = STEEP.get(q.dtype, 2.0**14)
         lse = self.forward(q, k, v, pattern, Scores(scores.scale * steep))[1]
         return (lse.amax((0, 2)) / steep).to(wide(q.dtype))
@@ -154,12 +155,12 @@ class Kernel:
     def shares(
         self, inputs: BackwardInputs, pattern: Pattern, scores: Scores, *, queries_rotate: bool, large: bool
     ) -> Shares:
-        """Return a tile's gradients: first of the side that stays, then of the side that rotates.
+        """Return a tile's gradients: first of the staying side, then of the rotating side.
 
-        They must be taken in this order, since one launch may make both. The sums that rotate are not here
-        yet: their share then waits for them in memory of its own.
+        They must be added in this order, since one launch may compute both. The rotating sums are still in
+        flight then: the rotating gradients are kept in separate memory until the sums arrive.
 
-        large: the results are large, and queries rotate: their memory may be halved by more launches.
+        large: the results are large, and queries rotate: more launches may halve their memory.
         """
         if not (self.takes_delta or self.in_place):
             if large and not (self.copies or inputs.k.shape[2] % 2) and (pattern.full or pattern.causal):
@@ -189,8 +190,8 @@ class Kernel:
     def _by_halves(self, inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Shares:
         """Return the gradients of two launches, each of half of the heads; dK and dV stay, dQ rotates.
 
-        The first half is added before the second is made: half of the stand-in for out, of dK and of dV is
-        there at once. dQ waits, by halves.
+        The first half is added before the second launch: so at most half of the stand-in for O, of dK and of
+        dV is in memory. dQ stays pending, in halves.
         """
         waiting: list[Tensor] = []
 

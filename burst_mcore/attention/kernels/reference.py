@@ -1,7 +1,7 @@
-"""Attention of one tile in plain torch, on any device: the definition that the other kernels are held to.
+"""Attention of one tile in plain torch, on any device: the reference for tests of the other kernels.
 
-It stores all scores. Letters: B batch, M query rows, N key rows, H K/V heads, G query heads of a K/V head,
-D head dim.
+It stores all scores. S = scale Q K^T, P = softmax(S), O = P V; the backward is that of `kernel.Backward`.
+Letters: B batch, M query rows, N key rows, H K/V heads, G query heads of a K/V head, D head dim.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def _logits(q_BMHGD: Tensor, k_BNHD: Tensor, pattern: Pattern, scores: Scores) -
     rows, columns = logits.shape[-2:]
     if pattern.masked:
         return logits.masked_fill_(~pattern.table_on(logits.device), -torch.inf)
-    ahead = torch.arange(columns, device=logits.device) - torch.arange(rows, device=logits.device)[:, None]
+    distance = torch.arange(columns, device=logits.device) - torch.arange(rows, device=logits.device)[:, None]
     if pattern.low is not None:
-        logits.masked_fill_(ahead < pattern.low, -torch.inf)
+        logits.masked_fill_(distance < pattern.low, -torch.inf)
     if pattern.high is not None:
-        logits.masked_fill_(ahead > pattern.high, -torch.inf)
+        logits.masked_fill_(distance > pattern.high, -torch.inf)
     return logits
 
 
@@ -43,20 +43,20 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     k_BNHD, v_BNHD = k.to(wide(k.dtype)), v.to(wide(v.dtype))
     logits = _logits(_grouped(q, k.shape[2]), k_BNHD, pattern, scores)
-    most = logits.amax(-1, keepdim=True)
-    weights = torch.exp(logits - most.masked_fill(most == -torch.inf, 0.0))
+    maxima = logits.amax(-1, keepdim=True)
+    weights = torch.exp(logits - maxima.masked_fill(maxima == -torch.inf, 0.0))
     total = weights.sum(-1, keepdim=True)
-    # Divided, and not exp(logits - lse): with an lse of 1000, which is rounded, they would not add up to 1.
+    # Not exp(logits - lse): with a rounded lse of 1000 the weights of a row would not sum to 1.
     weights /= total.masked_fill(total == 0.0, 1.0)
     out = torch.einsum("bhgmn,bnhd->bmhgd", weights, v_BNHD).flatten(2, 3)
     of_lse = of_parts(q.dtype)
-    lse_BHGM = (most.to(of_lse) + total.to(of_lse).log()).squeeze(-1)
+    lse_BHGM = (maxima.to(of_lse) + total.to(of_lse).log()).squeeze(-1)
     results = out.to(q.dtype).contiguous(), lse_BHGM.flatten(1, 2)
     if not scores.max_logit:
         return results
     if scores.softcap is not None:
-        most = _logits(_grouped(q, k.shape[2]), k_BNHD, pattern, scores._replace(softcap=None))
-    return *results, most.amax((0, 3, 4)).flatten()
+        maxima = _logits(_grouped(q, k.shape[2]), k_BNHD, pattern, scores._replace(softcap=None))
+    return *results, maxima.amax((0, 3, 4)).flatten()
 
 
 def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
@@ -79,6 +79,6 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradi
 
 ABILITIES = Abilities(windows=True, masks=True)
 PLAIN = Kernel("reference", _supports, _forward, _backward, takes_delta=True, abilities=ABILITIES)
-"""The definition alone: where a table joins several documents, NaN of one reaches the others."""
+"""The plain kernel: where a table joins several documents, NaN of one document reaches the others."""
 KERNEL = keeps_nan_where_seen(PLAIN)
 KERNELS = (KERNEL,)

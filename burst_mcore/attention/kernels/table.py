@@ -20,7 +20,7 @@ logger = logging.getLogger("burst_mcore")
 
 
 class _Table(UserDict[str, Any]):
-    """Kernels by name: a row names the file of its kernel until the first use, which imports the file."""
+    """Kernels by name, imported lazily: a row is the kernel's file name until the first use."""
 
     def __getitem__(self, name: str) -> Any:
         row = self.data[name]
@@ -51,29 +51,29 @@ PREFERENCE: dict[int | None, tuple[str, ...]] = {
     None: ("cudnn", "aten-flash", "flash2", "te", "triton"),
 }
 """Names that "auto" tries on CUDA, by major compute capability, fastest first; None: any other device.
-The order is a guess: this project has measured none of them yet. A kernel that is not here, nor in `by_rank`
-for the CPU, is chosen by its name alone."""
+The order is a guess: this project has measured none of these kernels yet. "auto" never chooses a kernel that
+is neither here nor in `by_rank` for the CPU."""
 
 
 def preferred(capability: int | None, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the names of `PREFERENCE` for a dtype: of these kernels, ours alone takes float32."""
+    """Return the names of `PREFERENCE` for a dtype: only our own kernel takes float32."""
     names = PREFERENCE[capability]
     return names if dtype.itemsize == 2 else tuple(name for name in names if name == "triton")
 
 
 OWN = 1.6
-"""The time of a pair in our own kernel, as a multiple of that in a stock kernel."""
+"""The time of a pair in our own kernel over the time in a stock kernel."""
 
 
 @lru_cache(maxsize=1024)
 def choose(name: str, problem: Problem) -> Kernel:
-    """Return the kernel called `name`, or, if that is "auto", the first of `by_rank` that serves.
+    """Return the kernel called `name`, or for "auto" the first of `by_rank` that supports the problem.
 
-    The choice is logged once for each problem. Where "auto" ends at the reference kernel, which is slow and
-    stores all scores, the log is a warning with the reasons of the others.
+    The choice is logged once for each problem. If "auto" ends at the reference kernel, which is slow and
+    stores all scores, the log is a warning with the reasons why other kernels are unsupported.
 
     Raises:
-        ValueError: unknown name, or the kernel cannot serve the problem (with its reason).
+        ValueError: unknown name, or the kernel does not support the problem (with its reason).
     """
     if name != "auto":
         if name not in KERNELS:
@@ -97,24 +97,24 @@ def choose(name: str, problem: Problem) -> Kernel:
 
 
 def taking_delta(name: str, problem: Problem) -> Kernel:
-    """Return a kernel as `choose` does, which accepts any D, not only rowsum(dO * O).
+    """Return a kernel like `choose`, but only of kernels that accept any D, not only rowsum(dO * O).
 
     Raises:
-        ValueError: none does, or not the one of this name.
+        ValueError: no such kernel, or the named kernel does not accept any D.
     """
     refusals = []
     ranked = by_rank(problem.device, problem.launches)
     for each in ranked if name == "auto" else [name]:
-        taking = takes_delta(_of_mask(each, problem))
-        reason = taking.supports(problem)
+        kernel = takes_delta(_of_mask(each, problem))
+        reason = kernel.supports(problem)
         if reason is None:
-            return taking
+            return kernel
         refusals.append(f"{each}: {reason}")
     raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
 
 
 def _of_mask(name: str, problem: Problem) -> Kernel:
-    """Return the kernel of this name, under masks with documents the one that takes its place there."""
+    """Return the kernel of this name, or its replacement under masks with documents."""
     kernel = KERNELS[name]
     return kernel.of_documents if problem.documents and kernel.of_documents else kernel
 
@@ -122,9 +122,9 @@ def _of_mask(name: str, problem: Problem) -> Kernel:
 def by_rank(device: str, launches: Launches = LARGE) -> list[str]:
     """Return the names of kernels in the order in which "auto" tries them; the reference is the last.
 
-    On CUDA that is the order of `PREFERENCE`, by the time that a pair is expected to take. A launch costs as
-    much as LAUNCH pairs besides its own: so kernels that take a mask in few launches come first where the
-    launches of others would be small. The order is a guess, as `PREFERENCE` is.
+    On CUDA `PREFERENCE` is sorted by the estimated time of a pair. The overhead of a launch is that of LAUNCH
+    pairs: so kernels that take a mask in few launches come first where the launches of other kernels would
+    be small. The order is a guess, like `PREFERENCE`.
     """
     if device == "cpu":
         return ["aten-cpu", "reference"]
@@ -134,7 +134,7 @@ def by_rank(device: str, launches: Launches = LARGE) -> list[str]:
 
 
 def _time(launches: Launches, name: str) -> float:
-    """Return the time of a pair in a kernel's launches, as a multiple of a stock kernel's in large ones."""
+    """Return the time of a pair in a kernel's launches over the time in a stock kernel's large launches."""
     abilities = KERNELS[name].abilities
     return (OWN if abilities.pieces else 1.0) * (1.0 + LAUNCH / 2.0 ** launches.of(abilities))
 

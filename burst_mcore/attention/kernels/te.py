@@ -1,10 +1,11 @@
 """TransformerEngine's fused attention (cuDNN), 2.0 and later.
 
-Its low-level forward and backward, with the softmax statistics among the tensors that pass between them.
+These are its low-level forward and backward; the forward's softmax statistics are inputs of the backward.
 Written after the sources of 2.0 to 2.18.
 
-Under masks with documents every tile is a call for packed sequences ("thd"). TransformerEngine rounds their
-number and that of tokens up, so that few plans of cuDNN serve all lengths. Other tiles are planned by shape.
+Under masks with documents every tile is a call for packed sequences ("thd"). TransformerEngine rounds the
+numbers of sequences and tokens up, so that few cuDNN plans cover all lengths. Other tiles are planned by
+shape.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Call(NamedTuple):
     mask: str
     ends: Sequences
     padded: dict[str, Tensor]
-    """Where sequences begin in memory, which packed calls must be told."""
+    """The offsets of sequences in memory, for packed calls."""
 
 
 def _of_tile(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
@@ -69,7 +70,7 @@ def _of_tile(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
 
 
 def _of_sequences(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
-    """Return a call for packed sequences; those of a tile that is not packed are its batches."""
+    """Return a call for packed sequences; the batches of a tile that is not packed are its sequences."""
     packed = pattern.packed
     ends = sequences(pattern, q) if packed else _of_tile(pattern, q, k).ends
     assert ends.of_q is not None and ends.of_k is not None
@@ -80,7 +81,7 @@ def _of_sequences(pattern: Pattern, q: Tensor, k: Tensor) -> _Call:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
-    q, k, v = (x.contiguous() for x in (q, k, v))  # it reads by the layout's name, not by strides
+    q, k, v = (x.contiguous() for x in (q, k, v))  # the kernel reads by the layout's name, not by strides
     out, statistics, *max_logit = _attend(_of_tile(pattern, q, k), q, k, v, scores)
     return out, statistics.squeeze(-1), *max_logit
 
@@ -91,25 +92,25 @@ def _forward_of_documents(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sco
     (batch, rows), call = q.shape[:2], _of_sequences(pattern, q, k)
     q, k, v = (x.flatten(0, 1).contiguous() for x in (q, k, v))
     out, statistics = _attend(call, q, k, v, scores._replace(max_logit=False))  # of rows of padding, too
-    lse = statistics[: batch * rows].view(batch, rows, -1)  # of more tokens: their number is rounded up
+    lse = statistics[: batch * rows].view(batch, rows, -1)  # TransformerEngine rounds up the tokens
     return out.unflatten(0, (batch, rows)), lse.transpose(1, 2)
 
 
 def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
-    """Return (out, statistics) as TransformerEngine lays them out, and of 2.9 and later the max logits.
+    """Return (out, statistics) in TransformerEngine's layout, and from 2.9 on the max logits.
 
-    These come rounded to the dtype of out.
+    TransformerEngine rounds the max logits to the dtype of out.
     """
     te, ends = _te(), call.ends
-    finds = scores.max_logit and packages.has(te.fused_attn_fwd, "return_max_logit")
-    asked = {"return_max_logit": True} if finds else {}
+    has_max_logit = scores.max_logit and packages.has(te.fused_attn_fwd, "return_max_logit")
+    options = {"return_max_logit": True} if has_max_logit else {}
     out, aux, *max_logit = packages.call(
         te.fused_attn_fwd, True, ends.longest_q, ends.longest_k, ends.of_q, ends.of_k, q, k, v, q.dtype,
         te.FusedAttnBackend["F16_arbitrary_seqlen"], attn_scale=scores.scale, dropout=0.0,
         qkv_layout="_".join([call.layout] * 3), attn_bias_type="no_bias", attn_mask_type=call.mask,
-        if_there={"o_format": call.layout}, **call.padded, **asked,
+        if_there={"o_format": call.layout}, **call.padded, **options,
     )  # fmt: skip
-    return out, aux[0], *(x.to(aux[0].dtype) for x in max_logit if asked)
+    return out, aux[0], *(x.to(aux[0].dtype) for x in max_logit if options)
 
 
 def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
@@ -133,15 +134,15 @@ def _backward_of_documents(inputs: BackwardInputs, pattern: Pattern, scores: Sco
 
 
 def _gradients(call: _Call, tensors: tuple[Tensor, ...], statistics: Tensor, scores: Scores) -> Gradients:
-    """Return (dq, dk, dv) as TransformerEngine lays them out; tensors: q, k, v, out, dout."""
+    """Return (dq, dk, dv) in TransformerEngine's layout; tensors: q, k, v, out, dout."""
     te, ends, dtype = _te(), call.ends, tensors[0].dtype
     no_seed = kept(_no_seed, 2, device=statistics.device)
     backend, run = te.FusedAttnBackend["F16_arbitrary_seqlen"], te.fused_attn_bwd
     layout = "_".join([call.layout] * 3)
     constants = packages.loaded("transformer_engine.pytorch.constants", "transformer_engine")
-    typed = (constants.TE_DType[dtype],) if packages.has(run, "dqkv_dtype") else ()
+    dtypes = (constants.TE_DType[dtype],) if packages.has(run, "dqkv_dtype") else ()
     dq, dk, dv, *_ = packages.call(
-        run, ends.longest_q, ends.longest_k, ends.of_q, ends.of_k, *tensors, dtype, *typed,
+        run, ends.longest_q, ends.longest_k, ends.of_q, ends.of_k, *tensors, dtype, *dtypes,
         [statistics, no_seed], backend, attn_scale=scores.scale, dropout=0.0, qkv_layout=layout,
         attn_bias_type="no_bias", attn_mask_type=call.mask, deterministic=scores.deterministic,
         if_there={"o_format": call.layout, "do_format": call.layout, "dqkv_layout": layout}, **call.padded,
@@ -156,7 +157,7 @@ def _ends(x: Tensor) -> Tensor:
 
 
 def _windowed(pattern: Pattern) -> bool:
-    """Return whether a tile has a window, for which this kernel is not called; the first is logged."""
+    """Return whether a tile has a window, which this kernel leaves to aten-flash; the first is logged."""
     packed = pattern.packed
     windowed = pattern.windowed if packed is None else packed.left >= 0 or packed.right > 0
     if windowed:

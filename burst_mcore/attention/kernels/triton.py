@@ -1,11 +1,11 @@
-"""Our own kernel, in Triton: any pattern in one launch, D given, fp32 accumulators read and written in place.
+"""Our own kernel, in Triton: any pattern in one launch, D as an input, fp32 accumulators in place.
 
-Full, causal and windowed tiles are walked by arithmetic, other patterns by lists of blocks (`blocks`). Blocks
-that are empty cost nothing, full ones need no mask. Forward starts from the running (out, lse) and leaves the
-merged ones, so merging costs no pass of its own. Backward adds to running fp32 gradients. One launch makes
-them all and forms the scores once: dq by atomic additions, in any order. Deterministic calls take two
-launches, one for dk and dv, and one for dq; so do head dims for which one launch has too few registers. There
-each element comes from one program in one order.
+Full, causal and windowed tiles are walked by arithmetic, other patterns by lists of blocks (`blocks`). Empty
+blocks take no time, full blocks need no mask. Forward starts from the running (out, lse) and writes the
+merged pair, so the merge needs no pass of its own. Backward adds to running fp32 gradients. One launch
+computes all gradients with one computation of scores: dq by atomic additions, in any order. Deterministic
+calls take two launches, one for dk and dv, and one for dq; so do head dims with too few registers for one
+launch. There one program computes each element in one order.
 
 Works on CPU tensors where Triton interprets (TRITON_INTERPRET=1), for tests.
 """
@@ -31,7 +31,7 @@ LARGEST_HEAD_DIM = 256
 
 
 class Launch(NamedTuple):
-    """The block sizes of a Triton kernel, and the options that it is compiled with."""
+    """The block sizes and compile options of a Triton kernel."""
 
     rows: int
     columns: int
@@ -75,20 +75,20 @@ _LAUNCHES: dict[tuple[int, int], dict[str, tuple[Launch, ...]]] = {
         "dv": _launches((64, 128, 8, 1), (64, 128, 8, 1)),
     },
 }
-"""By compute capability and kernel: for head dims of keys and values that add up to 128, 256, 384 and 512.
+"""Launches by compute capability and kernel, for summed head dims of keys and values of 128, 256, 384, 512.
 
-All gradients have one launch up to 256, where the device has registers and memory for it. dk and dv have a
-launch for both up to 256, and one each beyond. No inner loop spills a register
+All gradients share one launch up to 256, where the device has registers and memory for it. dk and dv share a
+launch up to 256, and have one launch each above. No inner loop spills a register
 (`benchmarks/compiled.json`). In every product each warp has 16 rows or more, so no two warps compute the
-same. No speed was measured."""
+same rows. No speed was measured."""
 _OF_LISTS = {
-    ((9, 0), "dk", 384): Launch(32, 128, 8, 2),  # with one stage an edge block takes 1.74 whole ones
+    ((9, 0), "dk", 384): Launch(32, 128, 8, 2),  # with one stage an edge block takes 1.74 times a full block
     ((10, 0), "forward", 256): Launch(128, 64, 8, 3),  # with 128 columns edge blocks spill registers
 }
-"""Launches that differ where a pattern has lists, by compute capability, kernel and head dims added up."""
+"""Other launches for patterns with lists, by compute capability, kernel and summed head dims."""
 _OF_FLOAT32 = _launches((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
-"""Launches of all kernels in float32, for head dims as in `_LAUNCHES`. There are no matrix units, so a thread
-makes 256 multiply-adds for a product of a block; with more, registers spill."""
+"""Launches of all kernels in float32, for head dims as in `_LAUNCHES`. Float32 has no matrix units, so a
+thread makes 256 multiply-adds for a product of a block; with more, registers spill."""
 _NEEDED: dict[tuple[int, int] | None, tuple[int, ...]] = {
     None: (40960, 53248, 67584, 67584),
     (8, 0): (82432, 131328, 102912, 98304),
@@ -96,11 +96,11 @@ _NEEDED: dict[tuple[int, int] | None, tuple[int, ...]] = {
     (9, 0): (81920, 147748, 164132, 196900),
     (10, 0): (115712, 164932, 147464, 213332),
 }
-"""Bytes of shared memory that launches need, for head dims as in `_LAUNCHES`; None: of float32 anywhere."""
+"""The shared memory of launches in bytes, for head dims as in `_LAUNCHES`; None: float32 on any device."""
 
 
 def like(capability: tuple[int, int]) -> tuple[int, int]:
-    """Return the compute capability, of those that kernels are laid out for, that a GPU comes nearest to."""
+    """Return the nearest compute capability with entries in `_LAUNCHES`."""
     if capability[0] in (8, 12):  # all but 8.0 have 99 KiB of shared memory
         return (8, 0) if capability == (8, 0) else (8, 9)
     return (9, 0) if capability[0] == 9 else (10, 0)
@@ -109,14 +109,14 @@ def like(capability: tuple[int, int]) -> tuple[int, int]:
 def launch(
     name: str, dims: int, itemsize: int, capability: tuple[int, int] | None = None, lists: bool = False
 ) -> Launch:
-    """Return the sizes of a kernel.
+    """Return the launch of a kernel.
 
     Args:
         name: "forward", "dq", "dkv", "dk", "dv", or "all" for dq, dk and dv at once.
-        dims: the padded head dims of keys and values, added up.
+        dims: the sum of the padded head dims of keys and values.
         itemsize: bytes of an element.
         capability: of the GPU; None for Hopper's.
-        lists: whether the pattern is no band, so that lists name its blocks.
+        lists: whether the pattern has lists of blocks, since it is not a band.
     """
     if itemsize == 4:
         return _OF_FLOAT32[max(0, -(-dims // 128) - 1)]
@@ -150,22 +150,22 @@ def _supports(problem: Problem) -> str | None:
 
 def _lacks_memory(problem: Problem) -> str | None:
     """Return why a launch does not fit the shared memory of this GPU; None if all fit, or there is no GPU."""
-    there = packages.shared_memory() if problem.device == "cuda" else None
-    if there is None:
+    available = packages.shared_memory() if problem.device == "cuda" else None
+    if available is None:
         return None
     dims = _power(problem.head_dim) + _power(problem.value_dim)
-    needed = needs(dims, problem.dtype.itemsize, packages.capability())
-    if needed <= there:
+    need = needs(dims, problem.dtype.itemsize, packages.capability())
+    if need <= available:
         return None
     return (
-        f"head dims {problem.head_dim} (keys) and {problem.value_dim} (values) need {needed} bytes of shared "
-        f"memory a block, this GPU (compute capability {packages.capability()}) has {there}; "
+        f"head dims {problem.head_dim} (keys) and {problem.value_dim} (values) need {need} bytes of shared "
+        f"memory a block, this GPU (compute capability {packages.capability()}) has {available}; "
         "smaller head dims need less"
     )
 
 
 def needs(dims: int, itemsize: int, capability: tuple[int, int] | None) -> int:
-    """Return the bytes of shared memory that a call's launches need; arguments as of `launch`."""
+    """Return the bytes of shared memory of a call's launches; arguments as in `launch`."""
     return _NEEDED[like(capability or (9, 0)) if itemsize < 4 else None][max(0, -(-dims // 128) - 1)]
 
 
@@ -188,7 +188,7 @@ def merge_forward(
     *,
     fresh: bool,
 ) -> None:
-    """Merge a tile's share into out [B, M, H, Dv] and lse [B, H, M], in place; set them if `fresh`."""
+    """Merge a tile's results into out [B, M, H, Dv] and lse [B, H, M], in place; set both if `fresh`."""
     batch, rows, heads, dim = q.shape
     wide_dim, value_dim = _power(dim), _power(v.shape[-1])
     sizes = launch(
@@ -219,16 +219,16 @@ def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> tuple
 
 
 def add_dq(inputs: BackwardInputs, pattern: Pattern, scores: Scores, dq: Tensor, *, fresh: bool) -> None:
-    """Add a tile's share to dq [B, M, H, D], in place; set it if `fresh`."""
+    """Add a tile's dq to dq [B, M, H, D], in place; set it if `fresh`."""
     _gradients("dq", inputs, pattern, scores, (dq,), fresh)
 
 
 def add_dkv(
     inputs: BackwardInputs, pattern: Pattern, scores: Scores, dk: Tensor, dv: Tensor, *, fresh: bool
 ) -> None:
-    """Add a tile's share to dk [B, N, Hkv, D] and dv [B, N, Hkv, Dv], in place; set them if `fresh`.
+    """Add a tile's dk and dv to dk [B, N, Hkv, D] and dv [B, N, Hkv, Dv], in place; set both if `fresh`.
 
-    Both sums of a large head dim do not fit a GPU's registers: then each has a launch of its own.
+    Both sums of a large head dim do not fit a GPU's registers: then each has its own launch.
     """
     dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
     for name in of_keys(dims, inputs.q.itemsize):
@@ -246,9 +246,9 @@ def add_all(
     fresh_dq: bool,
     fresh_dkv: bool,
 ) -> None:
-    """Add a tile's shares to dq, dk and dv, in place, in one launch; set fresh sums instead.
+    """Add a tile's gradients to dq, dk and dv, in place, in one launch; fresh sums are set.
 
-    dq is in at least float32: many programs add to each element of it.
+    dq is in at least float32: many programs add to each element.
     """
     if fresh_dq:
         dq.zero_()
@@ -256,7 +256,7 @@ def add_all(
 
 
 def at_once(inputs: BackwardInputs, scores: Scores) -> bool:
-    """Return whether one launch makes all gradients."""
+    """Return whether one launch computes all gradients."""
     dims = _power(inputs.q.shape[-1]) + _power(inputs.v.shape[-1])
     capability, deterministic = packages.capability(), scores.deterministic
     softcap, itemsize = scores.softcap is not None, inputs.q.itemsize
@@ -272,7 +272,7 @@ def of_gradients(
     deterministic: bool,
     softcap: bool = False,
 ) -> tuple[str, ...]:
-    """Return the launches of backward: one for all gradients, where its inner loop spills nothing.
+    """Return the launches of backward: one for all gradients, if its inner loop spills no register.
 
     The other arguments are those of `launch`.
     """
@@ -284,7 +284,7 @@ def of_gradients(
 
 
 def of_keys(dims: int, itemsize: int) -> tuple[str, ...]:
-    """Return the launches that make dk and dv; arguments as of `launch`."""
+    """Return the launches that compute dk and dv; arguments as in `launch`."""
     return ("dk", "dv") if dims > 256 and itemsize < 4 else ("dkv",)
 
 
@@ -297,7 +297,7 @@ def _gradients(
     sizes = launch(
         name, wide_dim + value_dim, inputs.q.itemsize, packages.capability(), diagonals(pattern) is None
     )
-    wanted = {"KEYS": name != "dv", "VALUES": name != "dk", "QUERIES": name == "all"} if name != "dq" else {}
+    flags = {"KEYS": name != "dv", "VALUES": name != "dk", "QUERIES": name == "all"} if name != "dq" else {}
     lists, band = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
     blocks = -(-rows // sizes.rows) * heads if name == "dq" else -(-columns // sizes.columns) * kv_heads
     units: tuple[Tensor | None, ...] = ()
@@ -307,7 +307,7 @@ def _gradients(
     elif not band:
         lse = _spoilt(inputs.q, _spoilt(inputs.dout, _statistics(inputs)))
         delta = delta.nan_to_num(0.0, 0.0, 0.0)  # the note of its row is in lse
-    (code.dkv if wanted else code.dq)[(blocks * batch,)](
+    (code.dkv if flags else code.dq)[(blocks * batch,)](
         inputs.q, inputs.k, inputs.v, inputs.dout, *units, lse, delta, *into, *lists,
         scores.scale, scores.softcap or 0.0, rows, columns, heads, heads // kv_heads,
         *inputs.q.stride()[:3], *inputs.k.stride()[:3], *inputs.v.stride()[:3],
@@ -315,30 +315,30 @@ def _gradients(
         *(stride for total in into for stride in total.stride()[:3]), USED=dim,
         VALUE_USED=inputs.v.shape[-1], DIM=wide_dim, VALUE_DIM=value_dim,
         ROWS=sizes.rows, COLUMNS=sizes.columns, SOFTCAP=scores.softcap is not None, FRESH=fresh, BAND=band,
-        PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages, **wanted,
+        PRECISION=_precision(inputs.q), num_warps=sizes.warps, num_stages=sizes.stages, **flags,
     )  # fmt: skip
 
 
 def _units(k: Tensor, scores: Scores) -> Tensor:
-    """Return the factor of the scores of each row of k, for exponents of base 2: notes for `_spoilt`."""
+    """Return the factor of scores to base 2 for each row of k, as notes for `_spoilt`."""
     unit = (scores.scale if scores.softcap is None else scores.softcap) * math.log2(math.e)
     batch, rows, heads, _ = k.shape
     return torch.full((batch, heads, _noted(rows)), unit, dtype=torch.float32, device=k.device)
 
 
 def _statistics(inputs: BackwardInputs) -> Tensor:
-    """Return the log-sum-exp of rows, NaN where it or delta is: notes for `_spoilt`."""
+    """Return the log-sum-exp of rows, NaN where lse or delta is NaN, as notes for `_spoilt`."""
     rows = inputs.lse.shape[-1]
     return pad(inputs.lse + 0.0 * inputs.delta, (0, _noted(rows) - rows))
 
 
 def _noted(rows: int) -> int:
-    """Return the length of notes about so many rows: whole blocks, so that kernels read them unchecked."""
+    """Return the length of notes of `rows`: whole blocks, so that kernels need no bounds check."""
     return -(-rows // LARGEST_BLOCK) * LARGEST_BLOCK
 
 
 def _spoilt(x: Tensor, notes: Tensor) -> Tensor:
-    """Turn the notes [B, H, whole blocks] of rows of x [B, S, H, D] that are not finite into NaN."""
+    """Set the notes [B, H, whole blocks] of non-finite rows of x [B, S, H, D] to NaN."""
     batch, rows, heads, dim = x.shape
     grid = (notes.shape[-1] // LARGEST_BLOCK * batch * heads,)
     _device_code().spoilt_rows[grid](x, notes, rows, heads, *x.stride()[:3], USED=dim, DIM=_power(dim))
@@ -351,7 +351,7 @@ _Key = tuple[str, int, int, bool, torch.device]
 def _lists(
     pattern: Pattern, sizes: Launch, device: torch.device, *, by_columns: bool
 ) -> tuple[tuple[Tensor | int | None, ...], bool]:
-    """Return the pattern as arguments of a kernel, and whether it is a band, which needs no lists."""
+    """Return the pattern as kernel arguments, and whether it is a band, without lists."""
     band = diagonals(pattern)
     if band is not None:
         return (*(None,) * len(BlockLists._fields), *band), True
@@ -367,14 +367,14 @@ def _key(sizes: Launch, device: torch.device, *, by_columns: bool) -> _Key:
 
 
 def _make_lists(missing: Sequence[tuple[Pattern, _Key]]) -> None:
-    made = [blocks(pattern, rows, columns, by_columns=by) for pattern, (_, rows, columns, by, _) in missing]
-    if made:
-        for (pattern, key), lists in zip(missing, on_device(made, missing[0][1][-1]), strict=True):
+    tables = [blocks(pattern, rows, columns, by_columns=by) for pattern, (_, rows, columns, by, _) in missing]
+    if tables:
+        for (pattern, key), lists in zip(missing, on_device(tables, missing[0][1][-1]), strict=True):
             pattern.kernel_cache[key] = lists
 
 
 def prepare(patterns: Iterable[Pattern], problem: Problem, device: torch.device, *, forward: bool) -> None:
-    """Make the lists of all tiles of a pass, with one copy to the device for all of them."""
+    """Make the lists of all tiles of a pass, with one copy to the device."""
     dims = _power(problem.head_dim) + _power(problem.value_dim)
     itemsize, capability = problem.dtype.itemsize, packages.capability()
     backward = of_gradients(
@@ -392,7 +392,7 @@ def prepare(patterns: Iterable[Pattern], problem: Problem, device: torch.device,
 
 
 def _power(dim: int) -> int:
-    """Return the power of two that a head dim is padded to; matrix units want 16 at least."""
+    """Return the power of two that a head dim is padded to; matrix units need at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 

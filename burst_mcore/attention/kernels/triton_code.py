@@ -1,13 +1,13 @@
-"""Device code of our Triton kernel; see `triton.py`, which launches it.
+"""Device code of our Triton kernel, launched by `triton.py`.
 
 Blocks of scores are [ROWS, COLUMNS], in `dkv` [COLUMNS, ROWS]. A program has a block of one side, its own. It
-walks the blocks of the other side in two loops, by KIND: blocks that are seen WHOLE, and blocks that are seen
-in PART. Of a BAND the blocks follow by arithmetic; of other patterns lists name them (`Blocks`). Exponents
-are of base 2.
+walks the blocks of the other side in two loops, by KIND: full blocks (WHOLE), and masked blocks (PART). The
+blocks of a BAND follow by arithmetic, those of other patterns from lists (`BlockLists`). Exponents are to
+base 2: exp(S - LSE) = exp2(S log2(e) - LSE log2(e)).
 
-A row that is not finite must not reach rows that do not see it, though 0 x NaN is NaN. So in parts of lists
-such a row is read as zeros, and a note turns the scores of all pairs that see it into NaN. Columns have their
-note in `unit_of`, the factors of their scores; rows have it in their log-sum-exp, and a finite delta.
+A non-finite row must not reach rows that do not see it, though 0 x NaN is NaN. So in parts of lists such a
+row is read as zeros, and a note turns the scores of all its pairs into NaN. The note of a column is in
+`unit_of`, the factors of scores; the note of a row is in its log-sum-exp, with a finite delta.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 from burst_mcore.attention.kernels.blocks import LARGEST_BLOCK
 
 UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""The interpreter multiplies the bits of bfloat16 as if they were integers."""
+"""Whether to multiply in float32: the interpreter multiplies the bits of bfloat16 as integers."""
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 WHOLE, PART = tl.constexpr(0), tl.constexpr(1)
@@ -28,7 +28,7 @@ NOTED = tl.constexpr(LARGEST_BLOCK)
 """Rows of a block of notes."""
 OF_ROWS = ("low", "high", "rows", "columns", "lse", "lse_batch", "lse_head")
 OF_ROWS_AND_DELTA = (*OF_ROWS, "delta", "delta_batch", "delta_head")
-"""Arguments that change with a tile's rows: a kernel is not compiled anew for those that 16 divides."""
+"""Arguments that depend on a tile's rows: no kernel is specialized for multiples of 16."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """[ROWS, COLUMNS], of which one is `_unit`; under a softcap their tanh."""
+    """[ROWS, COLUMNS]: scores in units of `_unit`; under a softcap their tanh."""
     s = _dot(q, tl.trans(k), PRECISION)
     if SOFTCAP:
         s = _tanh(s * (scale / softcap))
@@ -55,7 +55,7 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def _unit(scale, softcap, SOFTCAP: tl.constexpr):
-    """The factor of scores, for exponents of base 2."""
+    """The factor of scores, for exponents to base 2."""
     if SOFTCAP:
         scale = softcap
     return scale * LOG2E
@@ -80,19 +80,19 @@ def _allowed(
     entries, entry, block, other, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
     BAND: tl.constexpr,
 ):  # fmt: skip
-    """Return which pairs of a block of the own side and a block of the other one meet, [OWN, OTHERS].
+    """Return the mask [OWN, OTHERS] of a block of the own side and a block of the other side.
 
-    A row of the own side meets rows of the other side from `first` to `last`. In lists these count from the
-    corner of the block and are `step` apart, from `start` on. One comparison of 32 bits tells: times
+    A row of the own side attends to rows of the other side from `first` to `last`. In lists these count from
+    the corner of the block and are `step` apart, from `start` on. One comparison of 32 bits decides: times
     2^32 / step, rounded up, plus 256, multiples of the step wrap to 256 times themselves and a little, other
-    numbers to far more. No loop is in here, so that the loop around is pipelined.
+    numbers to far more. No inner loop, so that the caller's loop is pipelined.
     """
     at, along = tl.arange(0, OWN), tl.arange(0, OTHERS)
     if BAND:
         at, along = block * OWN + at, other * OTHERS + along
         first = tl.where(at < own, tl.maximum(at + low, 0), 2147483647)
         last = tl.minimum(at + high, others - 1)
-        met = (along[None, :] >= first[:, None]) & (along[None, :] <= last[:, None])
+        allowed = (along[None, :] >= first[:, None]) & (along[None, :] <= last[:, None])
     else:
         spans, diagonals = tl.load(entries + 4 * entry + 1), tl.load(entries + 4 * entry + 2)
         factor = tl.load(entries + 4 * entry + 3)
@@ -100,11 +100,11 @@ def _allowed(
         start = at + (diagonals << 24 >> 24)
         first = tl.maximum(start, spans >> 16 & 255)
         last = tl.minimum(at + (diagonals << 16 >> 24), (spans >> 24 & 255) - 1)
-        most = tl.where(inside, tl.maximum(last + 1 - first, 0) * 256, 0)
+        limit = tl.where(inside, tl.maximum(last + 1 - first, 0) * 256, 0)
         behind = -(start * factor + (first - start) * 256)
         ahead = _multiply_add(along[None, :], factor, behind[:, None])
-        met = ahead.to(tl.uint32) < most.to(tl.uint32)[:, None]
-    return met
+        allowed = ahead.to(tl.uint32) < limit.to(tl.uint32)[:, None]
+    return allowed
 
 
 @triton.jit
@@ -112,12 +112,12 @@ def _walk(
     starts, full, block, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
     BAND: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
-    """Return four numbers that say which blocks of the other side a block meets; see `_range` and `_other`.
+    """Return the blocks of the other side for a block, as four numbers for `_range` and `_other`.
 
-    Of a BAND: the first and the last block that are seen wholly, how many others are met, and the first block
-    of all. Else: where the entries of the block begin in the lists, where whole ones end, and where all end.
+    Of a BAND: the first and the last full block, the number of masked blocks, and the first block. Else: the
+    start of the block's entries in the lists, the end of full entries, and the end of all entries.
 
-    OPEN: a block that the end of the other side cuts may be whole, too.
+    OPEN: a block that the end of the other side cuts may be full, too.
     """
     if BAND:
         first, last = block * OWN, tl.minimum(block * OWN + OWN, own) - 1
@@ -150,25 +150,25 @@ def _range(a, b, c, d, BAND: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _any(a, b, c, d, BAND: tl.constexpr):
-    """Return whether a block meets any other, from the numbers of `_walk`."""
+    """Return whether a block has any pairs, from the numbers of `_walk`."""
     return (b > a) | (c > 0) if BAND else c > a
 
 
 @triton.jit
 def _other(entries, entry, a, b, d, BAND: tl.constexpr, KIND: tl.constexpr):
-    """Return the block of the other side that an entry stands for."""
+    """Return the block of the other side of an entry."""
     if not BAND:
         block = tl.load(entries + 4 * entry)
     elif KIND == WHOLE:
         block = entry
-    else:  # the blocks before the whole ones, and those behind
+    else:  # the masked blocks before and after the full blocks
         block = d + entry + tl.where(d + entry >= a, b - a, 0)
     return block
 
 
 @triton.jit
 def _place(count, heads, SIZE: tl.constexpr):
-    """Return the (block, batch, head) of this program; of `count` rows, the last blocks come first."""
+    """Return the (block, batch, head) of this program; the last blocks of `count` rows come first."""
     blocks = tl.cdiv(count, SIZE)
     of_head, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
     batch, head = of_head // heads, of_head % heads
@@ -177,21 +177,21 @@ def _place(count, heads, SIZE: tl.constexpr):
 
 @triton.jit
 def _rows(base, at, stride, limit, CHECKED: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr):
-    """Rows `at` of a matrix, [rows, DIM] of which DIM `USED` are there; zeros beyond, below `limit` too.
+    """Rows `at` of a matrix [rows, USED], padded to DIM; zeros from `limit` on and in the padding.
 
-    A mask along the head dim, where one is needed, keeps loads from being wide: none where it is not.
+    A mask along the head dim prevents wide loads, so there is none if USED = DIM.
     """
     return _rows_if(base, at, stride, at < limit, CHECKED, USED, DIM)
 
 
 @triton.jit
-def _rows_if(base, at, stride, there, CHECKED: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr):
+def _rows_if(base, at, stride, valid, CHECKED: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr):
     d = tl.arange(0, DIM)
     where = base + at.to(tl.int64)[:, None] * stride + d[None, :]
     if USED != DIM:
-        return tl.load(where, mask=there[:, None] & (d < USED)[None, :], other=0.0)
+        return tl.load(where, mask=valid[:, None] & (d < USED)[None, :], other=0.0)
     if CHECKED:
-        return tl.load(where, mask=there[:, None], other=0.0)
+        return tl.load(where, mask=valid[:, None], other=0.0)
     return tl.load(where)
 
 
@@ -199,7 +199,7 @@ def _rows_if(base, at, stride, there, CHECKED: tl.constexpr, USED: tl.constexpr,
 def spoilt_rows(
     x, notes, rows, heads, x_batch, x_row, x_head, USED: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Turn notes of rows that are not finite into NaN; notes: [B, H, whole blocks of NOTED rows]."""
+    """Set notes of non-finite rows to NaN; notes: [B, H, whole blocks of NOTED rows]."""
     block, batch, head = _place(rows, heads, NOTED)
     m = block * NOTED + tl.arange(0, NOTED)
     values = _rows(x + batch * x_batch + head * x_head, m, x_row, rows, True, USED, DIM)
@@ -209,29 +209,32 @@ def spoilt_rows(
 
 @triton.jit
 def _attend(
-    q, k_base, v_base, unit_of, k_stride, v_stride, most, total, out, block, other, entries, entry, rows,
+    q, k_base, v_base, unit_of, k_stride, v_stride, maximum, total, out, block, other, entries, entry, rows,
     columns, low, high, scale, softcap, USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     BAND: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns more: the new (most, total, out)."""
+    """Merge one block of columns by the online softmax: return the new (maximum, total, out).
+
+    With m' = max(m, max_j s_j): out' = e^(m - m') out + sum_j e^(s_j - m') v_j, and total likewise.
+    """
     n = other * COLUMNS + tl.arange(0, COLUMNS)
-    there, unit = n < columns, _unit(scale, softcap, SOFTCAP)
+    valid, unit = n < columns, _unit(scale, softcap, SOFTCAP)
     if KIND != WHOLE and not BAND:
         units = tl.load(unit_of + n.to(tl.int64))
-        there, unit = units == units, units[None, :]
-    k = _rows_if(k_base, n, k_stride, there, KIND != WHOLE, USED, DIM)
+        valid, unit = units == units, units[None, :]
+    k = _rows_if(k_base, n, k_stride, valid, KIND != WHOLE, USED, DIM)
     s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION) * unit
-    v = _rows_if(v_base, n, v_stride, there, KIND != WHOLE, VALUE_USED, VALUE_DIM)
+    v = _rows_if(v_base, n, v_stride, valid, KIND != WHOLE, VALUE_USED, VALUE_DIM)
     if KIND != WHOLE:
         allowed = _allowed(
             entries, entry, block, other, low, high, rows, columns, ROWS, COLUMNS, BAND
         )  # fmt: skip
         s = tl.where(allowed, s, -float("inf"))
-    greatest = tl.maximum(most, tl.max(s, 1))
+    greatest = tl.maximum(maximum, tl.max(s, 1))
     finite = tl.where(greatest == -float("inf"), 0.0, greatest)
     p = tl.exp2(s - finite[:, None])
-    shrink = tl.exp2(most - finite)
+    shrink = tl.exp2(maximum - finite)
     out = out * shrink[:, None]
     out += _dot(p.to(v.dtype), v, PRECISION)
     return greatest, total * shrink + tl.sum(p, 1), out
@@ -246,40 +249,40 @@ def forward(
     COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, BAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head: (out, lse) with all that it sees merged into them."""
+    """Merge attention of a block of rows of one head into (out, lse)."""
     block, batch, head = _place(rows, heads, ROWS)
     kv_head = head // group
     m = block * ROWS + tl.arange(0, ROWS)
-    there = m < rows
+    valid = m < rows
     k_base, v_base = k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head
     if not BAND:
         unit_of += (batch * (heads // group) + kv_head) * (tl.cdiv(columns, NOTED) * NOTED)
     e = tl.arange(0, VALUE_DIM)
     to_out = out + batch * out_batch + head * out_head + m.to(tl.int64)[:, None] * out_row + e[None, :]
-    in_out = there[:, None] & (e < VALUE_USED)[None, :]
+    in_out = valid[:, None] & (e < VALUE_USED)[None, :]
     to_lse = lse + batch * lse_batch + head * lse_head + m.to(tl.int64) * lse_row
     of_lse: tl.constexpr = lse.dtype.element_ty
 
     a, b, c, d = _walk(starts, full, block, low, high, rows, columns, ROWS, COLUMNS, BAND, False)
     if FRESH:
-        most = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        maximum = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
         total = tl.zeros((ROWS,), dtype=tl.float32)
         sums = tl.zeros((ROWS, VALUE_DIM), dtype=tl.float32)
-    else:  # the keys seen so far count as one key more, of this score and this value
-        seen = tl.load(to_lse, mask=there, other=-float("inf")) * tl.full((1,), LOG2E, of_lse)
-        most = seen.to(tl.float32)
-        blind = most == -float("inf")
+    else:  # the running result counts as one more key, with score lse and value out
+        lse_before = tl.load(to_lse, mask=valid, other=-float("inf")) * tl.full((1,), LOG2E, of_lse)
+        maximum = lse_before.to(tl.float32)
+        blind = maximum == -float("inf")
         total = tl.where(blind, 0.0, 1.0)
         sums = tl.load(to_out, mask=in_out, other=0.0).to(tl.float32)
-        if of_lse != tl.float32:  # of what the score lost to rounding, the weight has the rest
-            total *= tl.exp2(tl.where(blind, 0.0, seen - most.to(of_lse)).to(tl.float32))
+        if of_lse != tl.float32:  # the rounding error of the score goes into the weight
+            total *= tl.exp2(tl.where(blind, 0.0, lse_before - maximum.to(of_lse)).to(tl.float32))
             sums *= total[:, None]
     q_rows = _rows(q + batch * q_batch + head * q_head, m, q_row, rows, True, USED, DIM)
     for KIND in tl.static_range(2):
         first, last = _range(a, b, c, d, BAND, KIND)
         for entry in range(first, last):
-            most, total, sums = _attend(
-                q_rows, k_base, v_base, unit_of, k_row, v_row, most, total, sums, block,
+            maximum, total, sums = _attend(
+                q_rows, k_base, v_base, unit_of, k_row, v_row, maximum, total, sums, block,
                 _other(entries, entry, a, b, d, BAND, KIND), entries, entry, rows, columns, low, high, scale,
                 softcap, USED, VALUE_USED, DIM, VALUE_DIM, ROWS, COLUMNS, SOFTCAP, BAND, KIND, PRECISION,
             )  # fmt: skip
@@ -287,9 +290,9 @@ def forward(
         blind = total == 0.0
         sums = sums / tl.where(blind, 1.0, total)[:, None]
         of_total = tl.log(tl.where(blind, 1.0, total).to(of_lse))
-        merged = tl.where(blind, -float("inf"), most.to(of_lse) * tl.full((1,), LN2, of_lse) + of_total)
+        merged = tl.where(blind, -float("inf"), maximum.to(of_lse) * tl.full((1,), LN2, of_lse) + of_total)
         tl.store(to_out, sums.to(out.dtype.element_ty), mask=in_out)
-        tl.store(to_lse, merged.to(lse.dtype.element_ty), mask=there)
+        tl.store(to_lse, merged.to(lse.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -297,9 +300,9 @@ def _weights(
     q, k, v, dout, lse, delta, allowed, unit, scale, softcap, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(P, dS without the scale) of a block; TRANSPOSED: [COLUMNS, ROWS], as dk and dv read them.
+    """(P, dS / scale) of a block: P = exp(S - LSE), dS = P * (dO V^T - D); TRANSPOSED: [COLUMNS, ROWS].
 
-    Where MASKED, both are 0 of pairs that are not allowed.
+    If MASKED, both are 0 for pairs that are not allowed.
     """
     if TRANSPOSED:
         s, dp = _scores(k, q, scale, softcap, SOFTCAP, PRECISION), _dot(v, tl.trans(dout), PRECISION)
@@ -318,18 +321,18 @@ def _weights(
 
 @triton.jit
 def _statistics(lse, delta, m, lse_row, delta_row, rows):
-    """Return (lse of base 2, delta) of rows m; lse is infinite, so P is 0, where no row is or it is blind."""
-    there = m < rows
-    lse_of_base_2 = tl.load(lse + m.to(tl.int64) * lse_row, mask=there, other=float("inf")).to(tl.float32)
+    """Return (lse to base 2, delta) of rows m; lse = inf, so P = 0, beyond the end and without a key."""
+    valid = m < rows
+    lse_of_base_2 = tl.load(lse + m.to(tl.int64) * lse_row, mask=valid, other=float("inf")).to(tl.float32)
     lse_of_base_2 = tl.where(lse_of_base_2 == -float("inf"), float("inf"), lse_of_base_2 * LOG2E)
-    return lse_of_base_2, tl.load(delta + m.to(tl.int64) * delta_row, mask=there, other=0.0).to(tl.float32)
+    return lse_of_base_2, tl.load(delta + m.to(tl.int64) * delta_row, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _put_rows(
     base, values, at, stride, limit, FRESH: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr
 ):  # fmt: skip
-    """Set rows `at` of a matrix, below `limit`, or add to them, in at least float32."""
+    """Set (FRESH) rows `at` of a matrix, below `limit`, or add to them, in at least float32."""
     e = tl.arange(0, DIM)
     to = base + at.to(tl.int64)[:, None] * stride + e[None, :]
     inside = (at < limit)[:, None] & (e < USED)[None, :]
@@ -347,7 +350,7 @@ def dq(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr,
     BAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head."""
+    """Compute dq of a block of rows of one head: dQ = scale dS K."""
     block, batch, head = _place(rows, heads, ROWS)
     kv_head = head // group
     m = block * ROWS + tl.arange(0, ROWS)
@@ -398,21 +401,21 @@ def dkv(  # noqa: C901
     COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, FRESH: tl.constexpr, BAND: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of one K/V head, over all query heads that share it: dk if KEYS, dv if VALUES.
+    """Compute dk (KEYS) and dv (VALUES) of a block of columns of one K/V head, over its query heads.
 
-    If QUERIES, dq too: its sums are there already, and all programs add to them in any order.
+    dK = scale dS^T Q and dV = P^T dO. If QUERIES, all programs add to the existing sums of dq in any order.
     """
     block, batch, kv_head = _place(columns, heads // group, COLUMNS)
-    block = tl.cdiv(columns, COLUMNS) - 1 - block  # under a causal mask the first are seen most: first
+    block = tl.cdiv(columns, COLUMNS) - 1 - block  # first blocks first: a causal mask gives them most pairs
     n = block * COLUMNS + tl.arange(0, COLUMNS)
     k_rows = _rows(k + batch * k_batch + kv_head * k_head, n, k_row, columns, True, USED, DIM)
     v_rows = _rows(v + batch * v_batch + kv_head * v_head, n, v_row, columns, True, VALUE_USED, VALUE_DIM)
     a, b, c, d = _walk(starts, full, block, -high, -low, columns, rows, COLUMNS, ROWS, BAND, True)
     unit = _unit(scale, softcap, SOFTCAP)
-    if QUERIES and BAND:  # dq must not see columns beyond the end: no block of theirs is whole
+    if QUERIES and BAND:  # dq must not see columns beyond the end: mask their block
         cut = block * COLUMNS + COLUMNS > columns
         c, b = tl.where(cut, c + b - a, c), tl.where(cut, a, b)
-    if QUERIES and not BAND:  # nor columns that are not finite, where it does not see them
+    if QUERIES and not BAND:  # nor non-finite columns outside its mask
         note = tl.sum(k_rows.to(tl.float32) * 0.0, 1) + tl.sum(v_rows.to(tl.float32) * 0.0, 1)
         k_rows = tl.where((note == 0.0)[:, None], k_rows, 0.0).to(k_rows.dtype)
         v_rows = tl.where((note == 0.0)[:, None], v_rows, 0.0).to(v_rows.dtype)
@@ -432,15 +435,15 @@ def dkv(  # noqa: C901
                 other = _other(entries, entry, a, b, d, BAND, KIND)
                 m = other * ROWS + tl.arange(0, ROWS)
                 lse_rows, delta_rows = _statistics(lse_base, delta_base, m, lse_row, delta_row, rows)
-                there, allowed = m < rows, True
+                valid, allowed = m < rows, True
                 if KIND != WHOLE:
                     allowed = _allowed(
                         entries, entry, block, other, -high, -low, columns, rows, COLUMNS, ROWS, BAND
                     )  # fmt: skip
                 if KIND != WHOLE and not BAND:
-                    there = there & (lse_rows == lse_rows)
-                q_rows = _rows_if(q_base, m, q_row, there, True, USED, DIM)
-                dout_rows = _rows_if(dout_base, m, dout_row, there, True, VALUE_USED, VALUE_DIM)
+                    valid = valid & (lse_rows == lse_rows)
+                q_rows = _rows_if(q_base, m, q_row, valid, True, USED, DIM)
+                dout_rows = _rows_if(dout_base, m, dout_row, valid, True, VALUE_USED, VALUE_DIM)
                 p, ds = _weights(
                     q_rows, k_rows, v_rows, dout_rows, lse_rows, delta_rows, allowed, unit, scale, softcap,
                     KIND != WHOLE, True, SOFTCAP, PRECISION,

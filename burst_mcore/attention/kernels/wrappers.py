@@ -1,16 +1,16 @@
-"""Wrappers that give kernels what they lack: head dims by padding, any D, small tiles, NaN where it is seen.
+"""Wrappers that add features to kernels: head dims by padding, any D, small tiles, confined NaN.
 
-Zeros change no score and no output, so a kernel that wants values as wide as keys gets both padded. A column
-in which dO is 1 and V is 0 adds to D the number that `out` has there, and changes nothing else. So a kernel
-that forms D from out can be given any D, also one with a gradient through lse. Two columns carry it: D, and
-the part of D that was lost to rounding.
+Zeros change no score and no output, so a kernel for values as wide as keys gets both padded. A column with
+dO = 1 and V = 0 adds the number in `out` to D, and changes nothing else. So a kernel that forms D from out
+takes any D, for example with a gradient through lse (D - dLSE). Two columns carry D: its rounded value, and
+the rounding error.
 
-cuDNN's backward refuses one row with one key, and its release notes name more small shapes that break.
-Windows that are cut leave such tiles, and so do short documents.
+cuDNN's backward does not support one row with one key, and its release notes name more small shapes with
+faults. Window edges and short documents give such tiles.
 
 A table may join small pieces of several documents. There a NaN or an infinity of one document would reach
-the others: NaN - inf is NaN, and so is 0 x NaN. And where all scores of a row are NaN, a CPU kernel gives 0
-for fewer keys than a vector of the machine has numbers (torch 2.13: 7 keys by AVX2, 15 by AVX-512).
+the others: NaN - inf is NaN, and so is 0 x NaN. And where all scores of a row are NaN, torch's CPU kernel
+returns 0 for fewer keys than a vector register has numbers (torch 2.13: 7 keys by AVX2, 15 by AVX-512).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kern
 
 logger = logging.getLogger("burst_mcore")
 NARROW = 32
-"""Tiles of fewer keys may lose NaN: as many 2-byte numbers as the widest vectors of CPUs, 64 bytes, hold."""
+"""The minimum keys of a tile that keeps NaN: the 2-byte numbers of the widest CPU vectors, 64 bytes."""
 COLUMNS = 8
-"""Head columns that are added for D: kernels want multiples of 8."""
+"""The number of head columns added for D: kernels need multiples of 8."""
 LEAST = 64
-"""Rows and keys, at least, of a tile that cuDNN is called for."""
+"""The minimum rows and keys of a tile for cuDNN."""
 
 
 def padded(x: Tensor, dim: int) -> Tensor:
@@ -42,7 +42,7 @@ def padded(x: Tensor, dim: int) -> Tensor:
 
 
 def takes_any_value_dim(kernel: Kernel) -> Kernel:
-    """Return `kernel`, which serves equal head dims only, for values narrower or wider than keys."""
+    """Return `kernel`, for equal head dims only, extended to values narrower or wider than keys."""
 
     def supports(problem: Problem) -> str | None:
         dim = max(problem.head_dim, problem.value_dim)
@@ -70,7 +70,7 @@ def takes_any_value_dim(kernel: Kernel) -> Kernel:
 
 
 def takes_delta(kernel: Kernel) -> Kernel:
-    """Return `kernel`, which forms D from out, as a kernel that is given D."""
+    """Return `kernel`, which forms D from out, as a kernel with D as an input."""
     if kernel.takes_delta:
         return kernel
 
@@ -100,9 +100,9 @@ def _padded_to(inputs: BackwardInputs, dim: int, value_dim: int) -> BackwardInpu
 
 
 def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel:
-    """Return `kernel`, with tiles of fewer than LEAST rows or keys left to a kernel that serves as much.
+    """Return `kernel`, with tiles of fewer than LEAST rows or keys left to another kernel.
 
-    The first such tile is logged.
+    The other kernel must support the same problems. The first such tile is logged.
     """
 
     def chosen(pattern: Pattern, scores: Scores) -> Kernel:
@@ -127,11 +127,11 @@ def _tell(name: str, other: str) -> None:
 
 
 def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
-    """Return `kernel`, changed so that a row which is not finite spoils only the rows and keys that meet it.
+    """Return `kernel`, changed so that a non-finite row spoils only the rows and keys that attend to it.
 
-    In tiles with a table, and in narrow ones, such rows are computed as zeros, and results of rows that meet
-    them become NaN. A row that sees nothing stays as it is computed. Where all is finite, the cost is a sum
-    over the inputs.
+    In tiles with a table, and in narrow tiles, such rows are computed as zeros, and results of rows that
+    attend to them become NaN. A row without a key keeps its result. For finite inputs, the cost is a sum over
+    the inputs.
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
@@ -174,12 +174,12 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Return whether all is finite; a sum that overflows counts as not finite."""
+    """Return whether all numbers are finite; a sum that overflows counts as not finite."""
     return all([math.isfinite(x.sum() if x.itemsize > 2 else x.sum(dtype=torch.float32)) for x in tensors])
 
 
 def _spoiled(*tensors: Tensor) -> Tensor:
-    """Return [B, S]: whether a row of [B, S, H, D] is not finite in any of these."""
+    """Return [B, S]: whether a row of [B, S, H, D] is not finite in any of the tensors."""
     return torch.stack([~x.isfinite().flatten(2).all(2) for x in tensors]).any(0)
 
 
@@ -188,5 +188,5 @@ def _zeroed(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _meet(spoiled: Tensor, table: Tensor) -> Tensor:
-    """Return [B, N]: which columns meet spoiled rows [B, M], by a table [M, N]."""
+    """Return [B, N]: whether a column has a pair with a spoiled row [B, M], by a table [M, N]."""
     return (spoiled.float() @ table.float()) > 0

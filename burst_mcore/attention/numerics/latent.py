@@ -1,4 +1,4 @@
-"""K and V as what they are made of in multi-latent attention: a latent, a rope key, and weights.
+"""Multi-latent attention (MLA): K and V expanded from a latent and a rope key, and their gradients.
 
 The latent and the rope key of a token are a few hundred numbers; K and V of all heads are many thousands. So
 the latent rotates, and each rank expands the rows that it reads. The gradient of the latent rotates likewise.
@@ -30,19 +30,21 @@ class Latent(NamedTuple):
     compressed: Tensor
     """[B, S, R]: the latent, normalized, in the dtype of q."""
     rope_key: Tensor
-    """[B, S, 1, Dr]: the part of a key that has its position, the same for all heads."""
+    """[B, S, 1, Dr]: the rotary part of a key, the same for all heads."""
     weight: Tensor
-    """[H, R, Dk + Dv]: the up-projection of the heads of q. Its gradient is that of the keys which this rank
-    has met: sum it over the ranks of the ring, as gradients of weights are."""
+    """[H, R, Dk + Dv]: the up-projection of the heads of q. Its gradient is a partial sum over the keys that
+    this rank's queries attend to: all-reduce it over the ring, like gradients of weights."""
     rotates: str = "auto"
-    """What the ring carries: the latent ("on"), K and V ("off"), or the latent where the cost model predicts
-    a gain ("auto")."""
+    """The tensors on the ring: the latent ("on"), K and V ("off"), or the latent where the cost model
+    predicts a gain ("auto")."""
 
 
 class Expansion:
-    """The up-projection of some heads: K and V of a latent, and back the gradients of all three.
+    """The up-projection of some heads: K and V of a latent c and rope key r, and the gradients of both.
 
-    Gradients of weights are summed over all rows that come, in at least float32.
+    With W = [W_k | W_v] of a head: K = [c W_k, r], V = c W_v. Summed over heads, dc = dK_c W_k^T + dV W_v^T
+    and dr = dK_r; dW_k = c^T dK_c, dW_v = c^T dV. Gradients of weights are summed over all rows, in at least
+    float32.
     """
 
     def __init__(self, up: Tensor, heads: range, value_dim: int) -> None:
@@ -63,16 +65,16 @@ class Expansion:
         return torch.cat([keys, rope_key.expand(-1, -1, many, -1)], 3), values
 
     def gradients(self, compressed: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the latent and of the rope key, [B, S, 1, R] and [B, S, 1, Dr].
+        """Return the gradients of the latent [B, S, 1, R] and of the rope key [B, S, 1, Dr].
 
-        Both are in at least float32. The gradient of the weights is added to that of other rows.
+        Both are in at least float32. Weight gradients are added to the sum of earlier rows.
         """
         batch, rows = compressed.shape[:2]
         of_weights = [x.reshape(batch * rows, x.shape[2] * x.shape[3]) for x in (dk[..., : self._key], dv)]
         latent = sum(_product(x, weight) for x, weight in zip(of_weights, self._weights, strict=True))
         assert isinstance(latent, Tensor)
-        own = compressed.reshape(batch * rows, compressed.shape[3])
-        shares = [_product(x.T, own) for x in of_weights]
+        inputs = compressed.reshape(batch * rows, compressed.shape[3])
+        shares = [_product(x.T, inputs) for x in of_weights]
         if self._sums:
             for total, share in zip(self._sums, shares, strict=True):
                 total.add_(share)
@@ -82,7 +84,7 @@ class Expansion:
         return latent.view(batch, rows, 1, compressed.shape[3]), rope
 
     def weight_gradient(self) -> Tensor:
-        """Return the gradient of `up`, summed so far; zeros for other heads, and if no keys were met."""
+        """Return the gradient of `up`, summed so far; zeros for other heads, and without any rows."""
         gradient = torch.zeros_like(self._up)
         places = (slice(0, self._key), slice(self._key, None)) if self._sums else ()
         for total, place in zip(self._sums, places, strict=True):
@@ -92,10 +94,10 @@ class Expansion:
 
 
 class _Expanded:
-    """Some rows of a latent: their K and V, and the sums of the gradients of these.
+    """Expanded rows of a latent: K and V, and the sums of their gradients.
 
     Args:
-        latent: the latent and the rope key, with the sums that take their gradients.
+        latent: the latent and the rope key, with the sums of their gradients.
         rows: the rows to expand.
     """
 
@@ -108,9 +110,9 @@ class _Expanded:
         self.keys = Block(rows, keys, self._sums)
 
     def hand_on(self, span: range | None = None) -> None:
-        """Hand on the gradients of a span, where all rows are expanded; None: of the rows that are.
+        """Add the gradients of K and V, of a span or of all expanded rows (None), to those of the latent.
 
-        That of the weights is added to that of other rows.
+        A span needs all rows expanded. Weight gradients are added to the sum of earlier rows.
         """
         rows, compressed, sums = self._rows, self._compressed, self._sums
         if span is None:
@@ -126,7 +128,7 @@ class _Expanded:
 
 
 class LatentBlocks(KeyBlocks):
-    """K and V of the blocks of one pass, made of the latents that came in their place."""
+    """K and V of the blocks of one pass, expanded from received latents."""
 
     def __init__(self, expansion: Expansion) -> None:
         self._expansion = expansion

@@ -1,6 +1,6 @@
 """Sums over the tiles of a pass: the online softmax of partial outputs, and gradients.
 
-Partial results wait until several can be put together in one pass over memory, or until the sum is asked for.
+Partial results are kept until several can be merged in one pass over memory, or until the sum is read.
 Where a single tile covers all rows (one rank, or a ring with a single step), nothing is copied.
 Letters: B batch, S rows, H heads, D head dim.
 """
@@ -22,65 +22,65 @@ from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.dtypes import of_parts
 
 WAITING = 8
-"""Parts of a row, at most, that wait to be put together."""
+"""The maximum number of pending partial results of a row."""
 KernelResults = tuple[Tensor, ...]
 GradientShare = KernelResults | Callable[..., None]
-"""A tile's gradients: tensors, or a deferred kernel call that accumulates into the buffers it is given."""
+"""A tile's gradients: tensors, or a deferred kernel call that accumulates into given buffers."""
 
 
 class Sums(Protocol):
-    """Running gradients of the tensors of a block, or gradients that wait for these."""
+    """Running gradients of the tensors of a block, or pending gradients."""
 
     def take(self, rows: Rows, share: GradientShare) -> None:
-        """Add a tile's gradients of these rows; tensors may be kept and written."""
+        """Add a tile's gradients of these rows; the sum owns the tensors from then on."""
 
 
 class Block(NamedTuple):
-    """Rows of one ring rank that are here, and the sums that take the gradients of tiles for them."""
+    """A Q block or KV block in a buffer, with the sums of its gradients."""
 
     rows: Rows | None
-    """Which rows of their owner; None: all."""
+    """The rows of the owner in the buffer; None: all."""
     tensors: KernelResults
     """K and V of these rows, or (q, dO, D, LSE)."""
     sums: Sums | None = None
     """In backward."""
     out: Tensor | None = None
-    """The output of queries in backward, or a stand-in for it, where it is known."""
+    """The output of queries in backward, or a stand-in for O; None where both are missing."""
 
     def take(self, rows: Rows, share: GradientShare) -> None:
-        """Give the sums a tile's gradients of these rows."""
+        """Add a tile's gradients of these rows to the sums."""
         assert self.sums is not None
         self.sums.take(rows, share)
 
 
 class KeyBlocks:
-    """K and V of the blocks that a pass receives: as they came. `LatentBlocks` makes them of latents."""
+    """K and V of the received blocks of a pass, unchanged; `LatentBlocks` expands them from latents."""
 
     def block(self, owner: int, received: Block, read: Callable[[], Rows]) -> Block:
         """Return K and V of a received block, with the sums of their gradients: the same until `close`.
 
         Args:
-            owner: the ring rank whose rows these are.
-            read: returns the rows that tiles will ask for.
+            owner: the ring rank that owns the rows.
+            read: returns the rows that tiles will read.
         """
         return received
 
     def settle(self, owner: int, span: range) -> None:
-        """Let the sums of `received` have the gradients of some rows; all of the owner were read."""
+        """Add the gradients of some rows to the sums of `received`, a block of all rows of the owner."""
 
     def close(self, owner: int) -> None:
-        """Forget a block after its last tile, and let the sums of `received`, if any, have its gradients."""
+        """Release a block after its last tile; its gradients are added to the sums of `received`, if any."""
 
 
 class _Sum(ABC):
-    """A running sum of blocks: of parts that each cover some of its rows."""
+    """A running sum of partial results, each for some of the rows."""
 
     _blank: tuple[float, ...]
-    """The values of rows that no part covers, by tensor."""
+    """The values of rows without any partial result, by tensor."""
 
     waiting_bytes = 2**30
-    """Bytes of parts, at most, that wait in one sum. Long shards put fewer together: their passes are short
-    beside the kernels, and their memory is scarce."""
+    """The maximum bytes of pending parts in one sum. Long shards keep fewer parts: there a pass over memory
+    is short relative to the kernels, and memory is scarce."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self.dtype = like, torch.promote_types(like.dtype, torch.float32)
@@ -95,10 +95,9 @@ class _Sum(ABC):
         """Return uninitialised tensors for all rows, results in `dtype`."""
 
     _combine: Callable[..., None]
-    """Puts parts of the same rows together: (parts, *into), where `into` may be the first of them."""
+    """Merges parts of the same rows: (parts, *into), where `into` may be the first part."""
 
     def _add(self, rows: Rows, part: KernelResults) -> None:
-        """Take a tile's results of these rows."""
         if len(rows) == 1 and rows[0].step == 1:
             self._add_span(rows[0], part)
             return
@@ -110,34 +109,34 @@ class _Sum(ABC):
                 self._add_spread(span, share)
 
     def _add_span(self, span: range, share: KernelResults) -> None:
-        """Let results of neighbouring rows wait."""
-        met, part = list(self._segments.over(span)), ResultsPart(share, span.start)
-        for _, segment in met:
+        """Keep results of neighbouring rows pending, and merge segments with more parts than the limit."""
+        segments, part = list(self._segments.over(span)), ResultsPart(share, span.start)
+        for _, segment in segments:
             segment.parts.append(part)
         are_few = 4 * len(span) < len(self._all)
-        most = max(self._limit, 1 if are_few else 0)
-        full = [(piece, s) for piece, s in met if len(s.parts) > (most or (0 if s.summed else 1))]
-        if full and most == 0:  # a large part is added at once and forgotten, also where it was alone
+        limit = max(self._limit, 1 if are_few else 0)
+        full = [(piece, s) for piece, s in segments if len(s.parts) > (limit or (0 if s.summed else 1))]
+        if full and limit == 0:  # a large part is added at once and released, even if it is the only part
             self._settled(self._all)
         else:
             for piece, segment in full:
                 self._settle(piece, segment)
 
     def _add_spread(self, span: range, share: KernelResults) -> None:
-        """Take results of rows with gaps between them, at once."""
+        """Add results of rows with gaps between them, at once."""
         total = self._settled(range(span.start, span[-1] + 1))
         to = tuple(strided(x, range(0, span[-1] + 1 - span.start, span.step)) for x in total)
         self._combine([to, share], *to)
 
     def _running(self, rows: Rows) -> tuple[KernelResults, bool] | None:
-        """Return the sum of these rows to add to in place, and whether it holds no data yet.
+        """Return the sum of these rows for in-place additions, and whether it is uninitialised.
 
         None if a copy would be needed.
         """
         if view(self._like, rows) is None:
             return None
         if self._limit == 0 and any([segment.parts for _, segment in self._segments.over(self._all)]):
-            self._settled(self._all)  # a large part that waited alone goes before a kernel makes others
+            self._settled(self._all)  # a large pending part is released before a kernel allocates others
         fresh = not any([segment.parts or segment.summed for _, segment in self._segments.over(rows[0])])
         if fresh:  # all rows will be set before any is read
             self._segments.sum_up(rows[0])
@@ -157,10 +156,10 @@ class _Sum(ABC):
     def complete(self) -> KernelResults:
         """Return the sum of all rows; it may be in the dtype of its only part."""
         segments = [segment for _, segment in self._segments.over(self._all)]
-        only = segments[0] if len(segments) == 1 else None
-        if self._total is None and only and len(only.parts) == 1 and only.parts[0].covers(self._all):
-            return only.parts[0].results
-        if self._like.dtype == self.dtype or (only and only.summed and not only.parts):
+        single = segments[0] if len(segments) == 1 else None
+        if self._total is None and single and len(single.parts) == 1 and single.parts[0].covers(self._all):
+            return single.parts[0].results
+        if self._like.dtype == self.dtype or (single and single.summed and not single.parts):
             return self._settled(self._all)
         results = self.room(self._like.dtype)
         self.put(self._all, results)
@@ -174,7 +173,7 @@ class _Sum(ABC):
         return parts
 
     def _settled(self, span: range) -> KernelResults:
-        """Return the running sum of these rows, with all that came."""
+        """Return the running sum of these rows, with all pending parts merged."""
         total = self._room()
         for piece, segment in list(self._segments.over(span)):
             self._settle(piece, segment)
@@ -182,7 +181,7 @@ class _Sum(ABC):
         return narrowed(total, span)
 
     def _settle(self, piece: range, segment: RowSegment) -> None:
-        """Put the parts of a segment together in the running sum."""
+        """Merge the parts of a segment into the running sum."""
         to = narrowed(self._room(), piece)
         if segment.parts:
             parts = [narrowed(part.results, piece, part.start) for part in segment.parts]
@@ -192,7 +191,7 @@ class _Sum(ABC):
         segment.parts, segment.summed = [], True
 
     def _room(self) -> KernelResults:
-        """Return the running sum: at first a part of all rows, where one is wide enough, else new memory."""
+        """Return the running sum: at first the memory of a part with all rows and the dtype, else new."""
         if self._total is None:
             _, first = next(self._segments.over(self._all), (range(0), RowSegment()))
             for part in first.parts:
@@ -209,9 +208,9 @@ class _Sum(ABC):
 
 
 class OnlineSoftmax(_Sum):
-    """The running (out, lse) of one rank's queries over the tiles that it has met.
+    """The running (out, lse) of one rank's queries over the tiles so far.
 
-    sinks [H]: scores that take part from the beginning, with values of zero.
+    sinks [H]: scores with values of zero: at first lse = sink and out = 0.
     """
 
     _blank = 0.0, -torch.inf
@@ -227,11 +226,11 @@ class OnlineSoftmax(_Sum):
             self._segments.sum_up(self._all)
 
     def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
-        """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; this may keep and write both."""
+        """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; the sum owns both afterwards."""
         self._add(rows, (out_t, lse_t.to(self._of_lse)))
 
     def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
-        """Return (out, lse) of these rows to merge into in place, and whether they hold no data yet.
+        """Return (out, lse) of these rows for in-place merges, and whether both are uninitialised.
 
         None if a copy would be needed.
         """
@@ -244,7 +243,7 @@ class OnlineSoftmax(_Sum):
         return out.to(self._like.dtype), lse.to(self.dtype)
 
     def lse(self) -> Tensor:
-        """Return lse [B, H, S] alone: `put` wrote the outputs."""
+        """Return lse [B, H, S] alone, after `put` has written the outputs."""
         result = self.room_for_lse(self._all)
         for piece, segment in self._segments.over(self._all):
             parts = [lse for _, lse in self._parts(piece, segment)]
@@ -255,12 +254,12 @@ class OnlineSoftmax(_Sum):
         return result.to(self.dtype)
 
     def room(self, dtype: torch.dtype) -> KernelResults:
-        """Return uninitialised (out [B, S, H, D] in `dtype`, lse [B, H, S] in that of partial results)."""
+        """Return uninitialised out [B, S, H, D] in `dtype`, and lse [B, H, S] in the dtype of parts."""
         out = self._like.new_empty((*self._like.shape[:3], self._value_dim), dtype=dtype)
         return out, self.room_for_lse(self._all)
 
     def room_for_lse(self, rows: range) -> Tensor:
-        """Return an uninitialised statistic of these rows, in the dtype of partial results."""
+        """Return an uninitialised lse of these rows, in the dtype of partial results."""
         batch, _, heads, _ = self._like.shape
         return self._like.new_empty((batch, heads, len(rows)), dtype=self._of_lse)
 
@@ -270,11 +269,11 @@ class GradientSum(_Sum):
 
     _blank = (0.0,)
     waiting_bytes = Shard.waiting_bytes
-    """In backward memory is scarcest, and kernels take three times as long."""
+    """Less than in forward: in backward memory is scarcest, and kernels take three times as long."""
 
     @classmethod
     def into(cls, total: Tensor, *, fresh: bool) -> Self:
-        """Return the sum in `total`, in its dtype: uninitialised if `fresh`, else a sum to go on with."""
+        """Return the sum over the memory of `total`, in its dtype; `fresh`: `total` is uninitialised."""
         gradient_sum = cls(total)
         gradient_sum._total, gradient_sum.dtype = (total,), total.dtype
         if not fresh:
@@ -282,14 +281,11 @@ class GradientSum(_Sum):
         return gradient_sum
 
     def add(self, rows: Rows, gradient: Tensor) -> None:
-        """Add a tile's gradient [B, M, H, D] of these M rows; this may write it."""
+        """Add a tile's gradient [B, M, H, D] of these M rows; the sum owns the tensor from then on."""
         self._add(rows, (gradient,))
 
     def running(self, rows: Rows) -> tuple[Tensor, bool] | None:
-        """Return the sum of these rows to add to in place, and whether it holds no data yet.
-
-        None if a copy would be needed.
-        """
+        """Return the sum of these rows for in-place additions: see `_running`."""
         running = self._running(rows)
         return running and (running[0][0], running[1])
 
@@ -298,7 +294,7 @@ class GradientSum(_Sum):
         return self.complete()[0].to(self._like.dtype)
 
     def room(self, dtype: torch.dtype, rows: int | None = None) -> KernelResults:
-        """Return an uninitialised tensor for so many rows; None: all."""
+        """Return an uninitialised tensor for a number of rows; None: all."""
         batch, every, *rest = self._like.shape
         return (self._like.new_empty((batch, every if rows is None else rows, *rest), dtype=dtype),)
 
@@ -311,7 +307,7 @@ class GradientSums:
 
     Args:
         like: the tensors.
-        stored: the rows that they have of their owner's; None: all.
+        stored: the owner's rows in the tensors; None: all.
     """
 
     def __init__(self, like: KernelResults, stored: Rows | None = None) -> None:
@@ -319,13 +315,13 @@ class GradientSums:
 
     @classmethod
     def into(cls, totals: KernelResults, stored: Rows | None, *, fresh: bool) -> Self:
-        """Return the sums in `totals`: see `GradientSum.into`."""
+        """Return the sums over the memory of `totals`: see `GradientSum.into`."""
         sums = cls((), stored)
         sums._sums = tuple([GradientSum.into(total, fresh=fresh) for total in totals])
         return sums
 
     def take(self, rows: Rows, share: GradientShare) -> None:
-        """Add gradients of these rows of the owner; tensors may be kept and written."""
+        """Add gradients of these rows of the owner; the sums own the tensors from then on."""
         places = relative_to(self._stored, rows)
         if callable(share):
             running = [pair for total in self._sums if (pair := total.running(places))]
@@ -344,7 +340,7 @@ class GradientSums:
             total.put(span, (to,))
 
     def finish(self, results: KernelResults | None) -> None:
-        """Put all that came into the running sums, or into `results` instead, of any dtype."""
+        """Merge all pending parts into the running sums, or into `results`, of any dtype."""
         for total, result in zip(self._sums, results or (None,) * len(self._sums), strict=True):
             if result is None:
                 total.complete()
@@ -352,17 +348,17 @@ class GradientSums:
                 total.put(total._all, (result,))
 
     def results(self) -> KernelResults:
-        """Return the sums, in the dtypes of the tensors, and forget them; zeros where nothing was added."""
+        """Return the sums in the dtypes of the tensors, and release them; zeros where nothing was added."""
         sums, self._sums = list(self._sums), ()
         return tuple([sums.pop(0).result() for _ in range(len(sums))])
 
     def room(self, dtype: torch.dtype, rows: int) -> KernelResults:
-        """Return uninitialised tensors for so many rows."""
+        """Return uninitialised tensors for a number of rows."""
         return tuple([total.room(dtype, rows)[0] for total in self._sums])
 
 
 class PendingGradients:
-    """The gradients of a rotating block from the last compute, while its sums are on their way."""
+    """The gradients of a rotating block from the last compute, while the block's sums are in flight."""
 
     def __init__(self) -> None:
         self._shares: list[tuple[Rows, GradientShare]] = []
@@ -371,7 +367,7 @@ class PendingGradients:
         self._shares.append((rows, share))
 
     def add_to(self, sums: GradientSums) -> None:
-        """Add all to the sums, and forget them."""
+        """Add all gradients to the sums, and release them."""
         shares, self._shares = self._shares, []
         for of_tile in shares:
             sums.take(*of_tile)
@@ -385,7 +381,7 @@ class ResultsPart:
     start: int
 
     def covers(self, span: range) -> bool:
-        """Return whether these rows are all that the part has."""
+        """Return whether the part has exactly these rows."""
         return self.start == span.start and self.results[0].shape[1] == len(span)
 
 
@@ -394,13 +390,13 @@ class RowSegment:
     """The state of a range of rows."""
 
     parts: list[ResultsPart] = field(default_factory=list)
-    """Results that wait for one pass."""
+    """Pending results."""
     summed: bool = False
-    """The running sum holds data of these rows."""
+    """Whether the running sum is initialised for these rows."""
 
 
 class RowSegments:
-    """All rows of a tensor, as segments."""
+    """The segments of all rows of a tensor."""
 
     def __init__(self, rows: int) -> None:
         self._bounds = [0, rows]
@@ -415,7 +411,7 @@ class RowSegments:
             yield range(self._bounds[index], self._bounds[index + 1]), self._segments[index]
 
     def sum_up(self, span: range) -> None:
-        """Note that the running sum holds all that came of these rows; they become one segment."""
+        """Note that the running sum has all parts of these rows: one segment without pending parts."""
         if span:
             first, last = self._cut(span.start), self._cut(span.stop)
             self._segments[first:last] = [RowSegment(summed=True)]
@@ -428,7 +424,7 @@ class RowSegments:
             segment.summed = True
 
     def _cut(self, row: int) -> int:
-        """Return the index of the segment that begins at `row`, after a cut there."""
+        """Return the index of the segment that begins at `row`, after a split there."""
         index = bisect_left(self._bounds, row)
         if self._bounds[index] != row:
             before = self._segments[index - 1]

@@ -1,9 +1,9 @@
 """The row-wise maths around the kernels: D, the stand-in for O, merges and sums of parts.
 
-Each is one pass over its tensors, by a Triton kernel on CUDA. Elsewhere it goes over blocks of rows so small
-that intermediate results stay in the cache. A row of d elements of s bytes is read and written once. That is
-2 d s + 4 bytes for D and for the stand-in. n parts of s bytes are put together in d (n s + r), where the
-result has r bytes an element. Tensors are [B, S, H, D], statistics [B, H, S].
+Each is one pass over its tensors, by a Triton kernel on CUDA. On the CPU each loops over blocks of rows, so
+small that intermediate results stay in the cache. Each row of d elements of s bytes is read and written
+once: 2 d s + 4 bytes for D and for the stand-in, and d (n s + r) bytes for the merge of n parts to a result
+of r bytes an element. Tensors are [B, S, H, D], D and LSE are [B, H, S].
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ logger = logging.getLogger("burst_mcore")
 BLOCK_BYTES = 2**18
 """Bytes of a block of rows: a few blocks fit into a core's cache."""
 FAINT = 2.0**-8
-"""A third of a row with less than this share of the row's squares carries no D: its values would have to be
-multiplied by too much."""
+"""The minimum share of a row's sum of squares in a third of the row that carries D. A third with less would
+be multiplied by too large a factor."""
 
 
 def row_delta(dout: Tensor, out: Tensor) -> Tensor:
-    """Return D = rowsum(dO * O), [B, H, S] in at least float32, contiguous."""
+    """Return D = rowsum(dO * O), [B, H, S] in at least float32, contiguous (BurstEngine, algorithm 2).
+
+    D_i = sum_j P_ij dP_ij, the term of the softmax gradient dS = P * (dP - D) that needs whole rows.
+    """
     batch, rows, heads, _ = out.shape
     delta = torch.empty((batch, heads, rows), dtype=wide(out.dtype), device=out.device)
     if _fused(dout, out):
@@ -42,13 +45,13 @@ def row_delta(dout: Tensor, out: Tensor) -> Tensor:
 
 
 def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return a tensor that stands in for O in kernels that read O only to form D: O projected on dO.
+    """Return a stand-in for O, for kernels that read O only to form D: O projected on dO.
 
     out' = D dO / |dO|^2, 0 where dO = 0, has rowsum(dO * out') = D. It is at most 16 times as large as O. So
-    O need not rotate, and no kernel need be changed. In half precision out' is rounded, and D with it, by
-    2^-9 in bfloat16. That is too much for a row that sees a single key, whose dS = dP - D is 0. So the first
-    third of the columns carries D, and each later third the error that rounding left. Thirds that are nearly
-    empty carry nothing. Rows are first scaled to max |dO| = 1, so squares neither vanish nor overflow, at any
+    O need not rotate, and no kernel need be changed. In bfloat16 rounding changes out', and D with it, by
+    2^-9. That is too much for a row with a single key, where dS = dP - D must be 0. So the first third of the
+    columns carries D, and each later third the rounding error of the thirds before it. Nearly empty thirds
+    carry nothing. Rows are first scaled to max |dO| = 1, so that squares neither vanish nor overflow, at any
     loss scale.
 
     into: memory for the result, like dout.
@@ -61,25 +64,24 @@ def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> 
         rows = gather(dout, block).to(wide(dout.dtype))
         largest = rows.abs().amax(-1, keepdim=True)
         unit = rows / largest.masked_fill_(largest == 0, 1.0)
-        left = gather(delta, block).transpose(1, 2).unsqueeze(-1) / largest
+        remainder = gather(delta, block).transpose(1, 2).unsqueeze(-1) / largest
         faint = FAINT * torch.linalg.vecdot(unit, unit).unsqueeze(-1)
         thirds = (whole.tensor_split(3, dim=-1) for whole in (unit, gather(stand_in, block)))
         for x, third in zip(*thirds, strict=True):
             squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
-            third.copy_(x * (left / squares).masked_fill_(squares <= faint, 0.0))
-            left = left - torch.linalg.vecdot(x, third.to(x.dtype)).unsqueeze(-1)
+            third.copy_(x * (remainder / squares).masked_fill_(squares <= faint, 0.0))
+            remainder = remainder - torch.linalg.vecdot(x, third.to(x.dtype)).unsqueeze(-1)
     return stand_in
 
 
 def combine(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
     """Set (out, lse) to the softmax over the keys of all parts, without overflow.
 
-    Each part is a partial (out [B, S, H, D], lse [B, H, S]) over keys of its own, in any dtype; the results
-    may be those of one of the parts. All parts have their lse in one dtype, that of `of_parts` if they are to
-    be merged as exactly as one kernel sums. lse = -inf marks a row that has seen no key; its out must be
-    finite.
-    The rule is paper algorithm 4 for n parts at once: lse = log sum_i exp(lse_i), and
-    out = sum_i exp(lse_i - lse) out_i.
+    lse = log sum_i exp(lse_i) and out = sum_i exp(lse_i - lse) out_i: the merge of the paper's appendix
+    ("forward pass of Ring/BurstAttention"), for n parts at once. Each part is a partial (out [B, S, H, D],
+    lse [B, H, S]) over disjoint keys, in any dtype; the results may share memory with one part. All parts
+    have lse in one dtype, `of_parts` for merges as exact as one kernel. lse = -inf marks a row without keys;
+    its out must be finite.
     """
     if len(parts) == 1:
         _copy(parts[0], (out, lse))
@@ -90,11 +92,11 @@ def combine(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) ->
         return
     for block in _blocks(out):
         of_parts = torch.stack([gather(x, block) for x in tensors[1::2]])
-        most = of_parts.amax(0)
-        apart = of_parts - most.masked_fill(most == -torch.inf, 0.0)
-        weights = apart.to(wide(tensors[0].dtype)).exp_()
+        maxima = of_parts.amax(0)
+        shifted = of_parts - maxima.masked_fill(maxima == -torch.inf, 0.0)
+        weights = shifted.to(wide(tensors[0].dtype)).exp_()
         total = weights.sum(0)
-        gather(lse, block).copy_(most + total.to(most.dtype).log())
+        gather(lse, block).copy_(maxima + total.to(maxima.dtype).log())
         weights /= total.masked_fill_(total == 0.0, 1.0)
         by_row = weights.transpose(2, 3).unsqueeze(-1)
         mixed = gather(tensors[0], block).to(weights.dtype) * by_row[0]
@@ -106,18 +108,18 @@ def combine(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) ->
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of attention over two disjoint sets of keys. Differentiable in all arguments.
 
-    Local to a rank: each rank attends by `burst_attention(..., return_lse=True)` to both sets, and merges its
-    rows. Both have the weights exp(lse_i - lse) (FlashAttention, Dao et al. 2022, section 3.1).
+    Local to a rank: each rank calls `burst_attention(..., return_lse=True)` for both sets, and merges its
+    rows. The weights of both are exp(lse_i - lse) (FlashAttention, Dao et al. 2022, section 3.1).
 
     Args:
         out, other: [batch, local sequence, heads, value_dim], of one dtype.
         lse, other_lse: [batch, local sequence, heads]; -inf where a query saw no key.
 
     Returns:
-        out in the dtype of `out`, and lse in that of `lse`. A query that no set shows a key has zeros, -inf.
+        out in the dtype of `out`, and lse in that of `lse`: zeros and -inf for a query without a key.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: the shapes do not match.
     """
     shapes = [tuple(x.shape) for x in (out, lse, other, other_lse)]
     if not shapes[0] == shapes[2] or not shapes[0][:-1] == shapes[1] == shapes[3]:
@@ -125,7 +127,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
             f"merge takes two outputs [batch, local sequence, heads, value_dim] of one shape, each with its "
             f"lse [batch, local sequence, heads], got {', '.join(map(str, shapes))}"
         )
-    unseen = torch.isneginf(torch.maximum(lse, other_lse))  # zeros in their place keep gradients finite
+    unseen = torch.isneginf(torch.maximum(lse, other_lse))  # 0 instead of -inf keeps gradients finite
     lse, other_lse = lse.masked_fill(unseen, 0.0), other_lse.masked_fill(unseen, 0.0)
     total = torch.logaddexp(lse, other_lse)
     weight, other_weight = ((x - total).exp().masked_fill(unseen, 0)[..., None] for x in (lse, other_lse))
@@ -166,9 +168,9 @@ def _blocks(x: Tensor) -> list[Rows]:
 
 
 def _fused(*tensors: Tensor) -> bool:
-    """Return whether Triton serves: on CUDA, where it is installed; head dims dense in memory, no float64."""
-    served = [x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors]
-    return all(served) and bool(_code())
+    """Return whether Triton runs these tensors: on CUDA, head dims dense in memory, no float64."""
+    supported = [x.is_cuda and x.stride(-1) == 1 and x.dtype != torch.float64 for x in tensors]
+    return all(supported) and bool(_code())
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""The passes of `rowwise` as Triton kernels: one program does a few rows of all tensors at once."""
+"""The passes of `rowwise` as Triton kernels; the equations are there. One program handles a few rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 ROWS = 32
 """Rows of a program."""
 OF_ROWS = ["count", "rows", "heads", "lse_b", "lse_h", "lse_r", "delta_b", "delta_h", "delta_r"]
-"""Numbers that follow from how many rows there are: no kernel is compiled anew for them. Strides of the other
-tensors are multiples of head dims."""
+"""Arguments that depend on the number of rows: no kernel is specialized for their values. Strides of the
+other tensors are multiples of head dims."""
 
 
 @triton.jit
@@ -31,14 +31,14 @@ def _delta(
     delta_r, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
-    there = ids < count
-    inside = there[:, None] & (d < USED)[None, :]
+    valid = ids < count
+    inside = valid[:, None] & (d < USED)[None, :]
     from_dout = dout + _at(ids, rows, heads, dout_b, dout_r, dout_h)[:, None] + d[None, :]
     x = tl.load(from_dout, mask=inside, other=0.0)
     from_out = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
     y = tl.load(from_out, mask=inside, other=0.0)
     products = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
-    tl.store(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), products, mask=there)
+    tl.store(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), products, mask=valid)
 
 
 @triton.jit(do_not_specialize=OF_ROWS[:3] + OF_ROWS[6:], do_not_specialize_on_alignment=["delta"])
@@ -47,8 +47,8 @@ def _stand_in(
     out_h, FAINT: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
-    there = ids < count
-    inside = there[:, None] & (d < USED)[None, :]
+    valid = ids < count
+    inside = valid[:, None] & (d < USED)[None, :]
     from_dout = dout + _at(ids, rows, heads, dout_b, dout_r, dout_h)[:, None] + d[None, :]
     x = tl.load(from_dout, mask=inside, other=0.0)
     x = x.to(tl.float32)
@@ -56,16 +56,16 @@ def _stand_in(
     empty = largest == 0.0
     largest = tl.where(empty, 1.0, largest)
     unit = x / largest[:, None]
-    left = tl.load(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), mask=there, other=0.0) / largest
+    rest = tl.load(delta + _at(ids, rows, heads, delta_b, delta_r, delta_h), mask=valid, other=0.0) / largest
     faint = tl.sum(unit * unit, 1) * FAINT
     result = unit * 0.0
     for third in tl.static_range(3):
         x = tl.where((d * 3 // USED == third)[None, :], unit, 0.0)
         squares = tl.sum(x * x, 1)
         bears = squares > faint
-        factor = tl.where(bears, left / tl.where(bears, squares, 1.0), 0.0)
+        factor = tl.where(bears, rest / tl.where(bears, squares, 1.0), 0.0)
         rounded = (x * factor[:, None]).to(out.dtype.element_ty).to(tl.float32)
-        left -= tl.sum(x * rounded, 1)
+        rest -= tl.sum(x * rounded, 1)
         result += rounded
     to = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=inside)
@@ -77,19 +77,19 @@ def _combine(
     PARTS: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ids, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
-    there = ids < count
-    inside = there[:, None] & (d < USED)[None, :]
+    valid = ids < count
+    inside = valid[:, None] & (d < USED)[None, :]
     of_lse: tl.constexpr = lses.dtype.element_ty
     from_lses = lses + _at(ids, rows, heads, heads * rows, 1, rows)
-    most = tl.full((ROWS,), -float("inf"), dtype=of_lse)
+    maxima = tl.full((ROWS,), -float("inf"), dtype=of_lse)
     for i in tl.static_range(PARTS):
-        part = tl.load(from_lses + i * count.to(tl.int64), mask=there, other=-float("inf"))
-        most = tl.maximum(most, part, tl.PropagateNan.ALL)
-    finite = tl.where(most == -float("inf"), 0.0, most)
-    total, sums = (most * 0.0).to(tl.float32), tl.zeros((ROWS, DIM), dtype=tl.float32)
-    total = tl.where(most == -float("inf"), 0.0, total)
+        part = tl.load(from_lses + i * count.to(tl.int64), mask=valid, other=-float("inf"))
+        maxima = tl.maximum(maxima, part, tl.PropagateNan.ALL)
+    finite = tl.where(maxima == -float("inf"), 0.0, maxima)
+    total, sums = (maxima * 0.0).to(tl.float32), tl.zeros((ROWS, DIM), dtype=tl.float32)
+    total = tl.where(maxima == -float("inf"), 0.0, total)
     for i in tl.static_range(PARTS):
-        part = tl.load(from_lses + i * count.to(tl.int64), mask=there, other=-float("inf"))
+        part = tl.load(from_lses + i * count.to(tl.int64), mask=valid, other=-float("inf"))
         weight = tl.exp((part - finite).to(tl.float32))
         at = _at(ids, rows, heads, outs_s[3 * i], outs_s[3 * i + 1], outs_s[3 * i + 2])
         x = tl.load(outs[i] + at[:, None] + d[None, :], mask=inside, other=0.0)
@@ -99,7 +99,7 @@ def _combine(
     to_out = out + _at(ids, rows, heads, out_b, out_r, out_h)[:, None] + d[None, :]
     tl.store(to_out, result.to(out.dtype.element_ty), mask=inside)
     merged = (finite + tl.log(total.to(of_lse))).to(lse.dtype.element_ty)
-    tl.store(lse + _at(ids, rows, heads, lse_b, lse_r, lse_h), merged, mask=there)
+    tl.store(lse + _at(ids, rows, heads, lse_b, lse_r, lse_h), merged, mask=valid)
 
 
 @triton.jit(do_not_specialize=OF_ROWS[:3])
@@ -129,7 +129,7 @@ def stand_in_rows(dout: Tensor, delta: Tensor, out: Tensor, faint: float) -> Non
 
 def combine_rows(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor, lse: Tensor) -> None:
     """Set (out, lse) to the softmax over the keys of all parts."""
-    outs, lses = zip(*parts, strict=True)  # for every alignment of a tensor in a tuple Triton compiles anew
+    outs, lses = zip(*parts, strict=True)  # lses are stacked: Triton recompiles for alignments in a tuple
     _launch(_combine, out, (out, lse), (outs,), torch.stack(lses), PARTS=len(parts))
 
 

@@ -2,9 +2,9 @@
 
 topology       the ranks that share a sequence, and their nodes
 communicators  the process groups of a ring
-companions     process groups that are made for it
-binding        a program as a flat list of steps, made once for all its runs
-executor       runs these steps: posts messages, waits, calls back for tiles
-buffers        memory that passes share
+companions     the creation of private process groups
+binding        a program as a flat list of steps, cached for all executions
+executor       the execution of steps: posts messages, waits, calls back for tiles
+buffers        memory shared by passes
 head_exchange  the tensors of the all-to-all of heads
 """

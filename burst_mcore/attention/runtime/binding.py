@@ -1,6 +1,6 @@
-"""A program bound once for all its runs: a flat list of steps, each with the rows that its buffers hold.
+"""A program as a flat list of steps, each with the rows of its buffers, for `executor.Executor`.
 
-A run of the program then looks nothing up but buffers. `executor.Executor` carries the steps out.
+The list is cached for all executions: they look up buffers, and compute no rows.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from burst_mcore.attention.schedule.ring import at_home, kind_of
 
 
 class Room(NamedTuple):
-    """A buffer that gets room for some rows."""
+    """A buffer with room for some rows."""
 
     name: str
     kind: Kind
     rows: Rows | None
-    """The rows that it holds from now on; None: all."""
+    """The rows in the buffer from this step on; None: all."""
     held: bool
-    """Whether it had room for the same rows before."""
+    """Whether the buffer had room for the same rows before."""
     places: Rows | None
-    """Where its rows of before go, if they are kept."""
+    """The new places of the previous rows; None if they are not kept."""
 
 
 class Parcel(NamedTuple):
-    """A message of a hop, and the buffer that it leaves, or arrives in."""
+    """A message with its buffer."""
 
     action: Send | Recv
     room: Room | None
-    """Of a message that arrives on the ring; None within a head group, and of one that leaves."""
+    """The receive buffer on the ring; None for a send, and within a head group."""
     cut: Rows | None
-    """The places of the rows that are sent, if not all that the buffer holds."""
+    """The places of the sent rows in the buffer; None: all."""
 
 
 class Post(NamedTuple):
-    """The messages of one hop, which start together."""
+    """The messages of one channel that start together."""
 
     channel: Channel
     actions: list[Action]
@@ -62,12 +62,12 @@ class Post(NamedTuple):
 
 
 class ComputeStep(NamedTuple):
-    """A compute, with the rows that its block has."""
+    """A compute, with the rows of its block."""
 
     action: Compute
     rows: Rows | None
     is_last: bool
-    """Whether no later compute of the program meets a block of the same ring rank."""
+    """Whether no later compute of the program reads a block of the same ring rank."""
 
 
 class AccumulateStep(NamedTuple):
@@ -79,11 +79,11 @@ class AccumulateStep(NamedTuple):
 
 
 class KeepStep(NamedTuple):
-    """The end of a gradient's way: of the rank's own share, and of sums of others that came home."""
+    """The final addition to the gradient of the rank's own block: local gradients, and received sums."""
 
     action: Accumulate | Return
     sums: tuple[tuple[str, Rows | None], ...]
-    """(buffer, rows); the own share is in none."""
+    """(buffer, rows); local gradients have no buffer."""
 
 
 class AddStep(NamedTuple):
@@ -92,11 +92,11 @@ class AddStep(NamedTuple):
     action: Add
     sums: Room
     places: Rows | None
-    """Where rows go, if the sum that is added has fewer."""
+    """The places of the added rows, if the added sum has fewer rows."""
 
 
 class Drop(NamedTuple):
-    """The end of a buffer: nothing uses what it holds any more."""
+    """The release of a buffer after its last use."""
 
     buffer: str
 
@@ -107,7 +107,7 @@ Bound = tuple[BoundStep, ...]
 
 
 def bind(program: Program) -> Bound:
-    """Return the program as steps. Buffers end early, but for rows that stay and what is returned."""
+    """Return the program as steps. Buffers are released early, except staying rows and results."""
     binder = _Binder(program)
     steps: list[BoundStep] = []
     for channel, actions in by_hop(program):
@@ -116,9 +116,9 @@ def bind(program: Program) -> Bound:
         for action in actions if channel is None else ():
             steps.append(binder.step(action))
             binder.use(action, len(steps))
-    ends, kept = [*binder.ends, *binder.last.items()], (HOME, OWN_SHARE, *at_home(program))
+    ends, permanent = [*binder.ends, *binder.last.items()], (HOME, OWN_SHARE, *at_home(program))
     for name, place in sorted(ends, key=lambda end: end[1], reverse=True):
-        if name not in kept:
+        if name not in permanent:
             steps.insert(place, Drop(name))
     return tuple(steps)
 
@@ -128,17 +128,17 @@ class _Binder:
         self.last_computes = {each.source: each for each in program if isinstance(each, Compute)}
         """The last compute with a block of each ring rank."""
         self.rows: dict[str, Rows | None] = {HOME: None}
-        """By buffer that exists."""
+        """The rows of each existing buffer."""
         self.under_way: dict[Channel, list[str]] = {}
-        """Buffers of messages, which use them until they are awaited."""
+        """Buffers of messages in flight: in use until the wait."""
         self.read = HOME
-        """The block of the last compute, whose gradients use it until they are added."""
+        """The block of the last compute: in use until its gradients are added."""
         self.computed = 0
         """The number of steps up to the last compute."""
         self.last: dict[str, int] = {}
-        """By buffer: the number of steps until nothing uses what it holds."""
+        """The number of steps up to the last use of each buffer."""
         self.ends: list[tuple[str, int]] = []
-        """The same, of what buffers held before they got other room."""
+        """The same, for earlier memory of buffers that got other room."""
 
     def use(self, action: Action, place: int) -> None:
         """Note the buffers that the step before `place` uses."""
@@ -169,8 +169,8 @@ class _Binder:
                 places = None if others is None or others == action.rows else relative_to(action.rows, others)
                 return AddStep(action, sums, places)
             case Return():
-                came = (buffer for buffer in action.buffers if buffer != OWN_SHARE)
-                return KeepStep(action, tuple((buffer, self.rows[buffer]) for buffer in came))
+                received = (buffer for buffer in action.buffers if buffer != OWN_SHARE)
+                return KeepStep(action, tuple((buffer, self.rows[buffer]) for buffer in received))
         assert isinstance(action, (Wait, Pack, Unpack))
         return action
 
@@ -189,12 +189,13 @@ class _Binder:
 
     def room(self, name: str, rows: Rows | None, *, fresh: bool = True) -> Room:
         """Return room for rows in a buffer: uninitialised if `fresh`, else with its data and zeros."""
-        before, exists = self.rows.get(name), name in self.rows
+        old_rows, exists = self.rows.get(name), name in self.rows
         self.rows[name] = rows
-        held = before == rows if exists else False
-        kept = exists and not held and not fresh
+        held = old_rows == rows if exists else False
+        keeps_data = exists and not held and not fresh
         if fresh and name in self.last and (not held or self.last[name] < self.computed):
-            self.ends.append((name, self.last.pop(name)))  # a launch in between has its memory
+            self.ends.append((name, self.last.pop(name)))  # a launch in between can use the memory
             held = False
-        assert before is not None or not kept  # a buffer with room for all rows never grows
-        return Room(name, kind_of(name), rows, held, relative_to(rows, before) if kept and before else None)
+        assert old_rows is not None or not keeps_data  # a buffer with room for all rows never grows
+        places = relative_to(rows, old_rows) if keeps_data and old_rows else None
+        return Room(name, kind_of(name), rows, held, places)

@@ -1,4 +1,4 @@
-"""Reusable buffers: pooled by shape, and owned by one pass at a time."""
+"""Reusable buffers, pooled by shape; one pass owns a buffer at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils import deterministic
 from burst_mcore.attention.geometry.rows import Rows, axis, count
 
 SHAPES = 16
-"""Shapes and dtypes that the pool keeps buffers of: those used last."""
+"""The number of shapes and dtypes in the pool: the most recently used."""
 
 _Key = tuple[tuple[int, ...], torch.dtype, bool]
 
@@ -24,7 +24,7 @@ _Key = tuple[tuple[int, ...], torch.dtype, bool]
 class _Pool:
     def __init__(self) -> None:
         self._free: OrderedDict[_Key, list[Tensor]] = OrderedDict()
-        self._lock = threading.Lock()  # backward runs in threads of autograd's
+        self._lock = threading.Lock()  # autograd runs backward in its own threads
 
     def take(self, key: _Key) -> Tensor | None:
         with self._lock:
@@ -44,18 +44,18 @@ _POOL = _Pool()
 
 @dataclass(eq=False)
 class Lease:
-    """The buffers of one pass, which no other pass has until it ends. After an error they are not used again.
+    """The buffers of one pass, exclusive until the pass ends. After an error they are not reused.
 
     On the CPU they come from a pool, since fresh memory costs a page fault every 4 KiB. On CUDA torch's
-    caching allocator is the pool, by size, stream and captured graph. The rest of the model shares it, so no
-    buffer is held between calls.
+    caching allocator is the pool, by size, stream and captured graph. The rest of the model shares this pool,
+    so no buffer is held between calls.
     """
 
     _leased: dict[int, tuple[_Key, Tensor]] = field(default_factory=dict, init=False)
     """By the tensor's id."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised contiguous tensor, filled where torch is told to fill such tensors."""
+        """Return an uninitialised contiguous tensor, filled under torch's deterministic fill setting."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         key = (tuple(shape), dtype, torch.is_inference_mode_enabled())
@@ -64,17 +64,17 @@ class Lease:
             tensor = torch.empty(shape, dtype=dtype)
         elif torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
-        if type(tensor) is Tensor:  # not one of a tracing mode
+        if type(tensor) is Tensor:  # not a tracing mode's tensor
             self._leased[id(tensor)] = key, tensor
         return tensor
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Let `tensor` go out of the pool, to be returned to the user."""
+        """Remove `tensor` from the lease, to return it to the user."""
         self._leased.pop(id(tensor), None)
         return tensor
 
     def free(self, block: Sequence[Tensor]) -> None:
-        """Give tensors back before the end."""
+        """Return tensors to the pool before the end of the pass."""
         for tensor in block:
             if id(tensor) in self._leased:
                 _POOL.give(*self._leased.pop(id(tensor)))
@@ -94,7 +94,7 @@ class Lease:
 def room_like(
     lease: Lease, like: Sequence[Tensor], rows: Rows | None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, ...]:
-    """Return uninitialised tensors like these, with room for `rows` of them alone (None: all)."""
+    """Return uninitialised tensors like these, with room for `rows` only (None: all)."""
     room = []
     for tensor in like:
         shape = list(tensor.shape)

@@ -1,4 +1,4 @@
-"""Which process group carries which messages of a ring."""
+"""The process groups of a ring, by link and kind of message."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from burst_mcore.agreement import Agreement, Latest
 from burst_mcore.attention.runtime.companions import companion, timeout_of
 
 _NEVER_SENT = 2**31 - 1
-"""A tag of no message."""
+"""A tag that no message has."""
 CTAS_OF_CARD = 4
-"""Thread blocks of a GPU with which NCCL fills a network card of 400 Gb/s: an estimate, not measured."""
+"""The thread blocks (CTAs) that NCCL needs to fill a 400 Gb/s network card: an estimate, not measured."""
 
 Carrier = tuple[dist.ProcessGroup, Mapping[int, int]]
-"""A process group, and the place in it of each rank of the ring that it reaches."""
+"""A process group, and the group rank of each ring rank in the group."""
 
 
 class Communicators:
     """The process groups of one ring of ranks.
 
-    On gloo messages are told apart by tag, so the user's groups carry all where they reach. NCCL runs the
-    messages of a communicator one after another. So there each kind of message on each link gets a
-    communicator of its own, and all kinds can be in flight at once, on streams of high priority. None is the
-    user's: collectives of the model would come between. The first call that needs a communicator makes it,
-    after the ranks have agreed on that call; a forward makes those of its backward as well.
+    Gloo matches messages by tag, so the user's groups carry all kinds of messages. NCCL runs the messages of
+    a communicator one after another. So on NCCL each kind of message on each link has a communicator of its
+    own, and all kinds can be in flight at once, on streams of high priority. The user's communicators are
+    not used: collectives of the model would delay the messages. The first call that needs a communicator
+    makes it, after the ranks have agreed on the call; a forward makes its backward's communicators, too.
 
     Args:
         ranks: global ranks in the order of the ring.
         groups: the user's groups, by link ("whole", "intra", "inter").
-        control: a gloo group over all, for the agreement at the start of a call. Nothing else may use it: the
-            thread of the agreement makes collectives while the user makes his own.
+        control: a gloo group over all ranks, for the agreement at the start of a call. Exclusive: the
+            agreement's thread runs collectives concurrently with the user's.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Communicators:
         self._groups = dict(groups)
         self._made: dict[tuple[tuple[int, ...], str, str, int], Carrier] = {}
         self._own = [control]
-        """The groups that nobody but the ring uses."""
+        """The private groups of the ring, destroyed by `close`."""
         self.agreement: Agreement | None = None
-        """Made by the first call: see `agree.agreement_of`."""
+        """Set by the first call: see `agree.agreement_of`."""
         self.transports = Latest()
-        """By ranks of a node and route: see `executor.transport_of`."""
+        """Transports by (ranks of a node, route): see `executor.transport_of`."""
         self.abandoned: list[object] = []
         """See `executor.Transport`."""
 
@@ -64,7 +64,7 @@ class Communicators:
     def carrier(self, link: str, kind: str, members: tuple[int, ...], max_ctas: int) -> Carrier:
         """Return the group for messages of a kind on a link between `members`, ranks of the ring.
 
-        max_ctas: thread blocks of a GPU that NCCL may use for it.
+        max_ctas: the thread blocks (CTAs) that NCCL may use.
         """
         key = (members, link, kind, max_ctas)
         if key not in self._made:
@@ -80,39 +80,39 @@ class Communicators:
         return not all(map(c10d._world.pg_map.__contains__, (self.control, *self._groups.values())))
 
     def abort(self) -> None:
-        """End every wait of this process for messages of the ring. The groups are of no use afterwards.
+        """End every wait of this process for messages of the ring; the groups are unusable afterwards.
 
-        NCCL's waits never come back to the host: its communicators are aborted.
+        NCCL communicators are aborted: the host has no other means to end their waits.
         """
         for group, _ in list(self._made.values()):
             group.abort() if dist.get_backend(group) == "nccl" else _disconnect(group)
 
     def close(self) -> None:
-        """Stop the agreement's thread and destroy the groups that were made here."""
+        """Stop the agreement's thread and destroy the private groups."""
         if self.agreement is not None:
             self.agreement.close()
-        _disconnect(self.control)  # else exchanges that a rank has left end with the group's time-out
+        _disconnect(self.control)  # else pending exchanges would end only with the group's time-out
         for group in filter(exists, self._own):
             dist.destroy_process_group(group)
-        for kept in (self.abandoned, self._own, self._made, self.transports, self._groups):
-            kept.clear()  # the connections of a group end with the last reference to it
+        for container in (self.abandoned, self._own, self._made, self.transports, self._groups):
+            container.clear()  # the connections of a group end with the last reference to it
 
     def _group(self, link: str, members: tuple[int, ...], max_ctas: int) -> dist.ProcessGroup:
         ranks = [self.ranks[rank] for rank in members]
         if "cuda:nccl" in self.backends:
-            most = min(max_ctas, CTAS_OF_CARD) if link == "inter" else max_ctas
-            made = companion(ranks, "nccl", self._timeout, most)
+            ctas = min(max_ctas, CTAS_OF_CARD) if link == "inter" else max_ctas
+            group = companion(ranks, "nccl", self._timeout, ctas)
         else:
             users = self._groups.get(link) or self._groups.get("whole")
             if users is not None:
                 return users
-            made = companion(ranks, "gloo", self._timeout)
-        self._own.append(made)
-        return made
+            group = companion(ranks, "gloo", self._timeout)
+        self._own.append(group)
+        return group
 
 
 def _disconnect(group: dist.ProcessGroup) -> None:
-    """End all waits of a gloo group, which has no abort: a receive that is late closes a connection."""
+    """End all waits of a gloo group, which has no abort: a receive that times out closes a connection."""
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):  # it always times out
             group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -1,4 +1,4 @@
-"""The executor of a program: it posts and awaits messages, and calls back for buffers, copies and maths."""
+"""The executor of a program: posts messages, waits for them, and calls back for buffers and maths."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ Free = Callable[[Buffer], None]
 
 
 class MessageWork(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def wait(self) -> object: ...
 
 
 class Transport(Protocol):
-    """Carries blocks between the ranks of one ring."""
+    """The messages of blocks between the ranks of one ring."""
 
     abandoned: list[object]
-    """Messages and buffers of passes that failed: the network may still write there."""
+    """Messages and buffers of failed passes: the network may still write to them."""
 
     def connect(self, pass_: Pass) -> None:
-        """Get ready for a pass; every rank does, also one that will send and receive nothing."""
+        """Make the process groups of a pass; collective, also for ranks without messages."""
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]) -> Sequence[MessageWork]:
         """Start all messages as one batch."""
 
 
 class GroupTransport:
-    """Messages over torch.distributed: on CUDA a wait holds back the current stream, never the host."""
+    """Messages over torch.distributed: on CUDA a wait blocks the current stream, never the host."""
 
     _TAGS = tuple(Kind)
 
@@ -72,17 +72,17 @@ class GroupTransport:
         self.abandoned = [] if topology.communicators is None else topology.communicators.abandoned
 
     def labelled(self, label: int) -> GroupTransport:
-        """Return the transport of one call: gloo matches no message of it with one of another label.
+        """Return the transport of one call, with tags of its own: messages of two calls never match.
 
-        gloo ends the process when a message is longer than the buffer that awaits it, as those of different
-        calls may be.
+        Gloo ends the process when a message is longer than its receive buffer, so a match between
+        different calls would be fatal.
         """
         transport = GroupTransport.__new__(GroupTransport)
         vars(transport).update(vars(self), _first_tag=label % 2**21 * 2**9)
         return transport
 
     def connected(self, passes: Iterable[Pass]) -> bool:
-        """Return whether `connect` has nothing left to make for these passes."""
+        """Return whether the process groups of these passes exist."""
         return self._connected.issuperset(passes)
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]) -> Sequence[MessageWork]:
@@ -104,9 +104,9 @@ class GroupTransport:
         )
 
     def connect(self, pass_: Pass) -> None:
-        """Make the process groups that carry a pass. Collective, and the same on all ranks.
+        """Make the process groups of a pass. Collective, and the same on all ranks.
 
-        Masks leave some ranks without messages, so that it cannot wait for the first of them.
+        A rank without messages under the mask joins, too: so groups are made ahead of the first message.
         """
         if pass_ not in self._connected:
             for channel in _channels(self._topology.rank, self._route, pass_):
@@ -114,18 +114,18 @@ class GroupTransport:
             self._connected.add(pass_)
 
     def carrier(self, channel: Channel) -> Carrier:
-        """Return the process group of a channel, made at its first use."""
+        """Return the process group of a channel, made at the first use."""
         key = channel.link, channel.kind
         if key not in self._carriers:
             topology = self._topology
             assert topology.communicators is not None
-            wanted = communicator_of(channel, topology.rank, self._route, topology.intra_size)
-            self._carriers[key] = topology.communicators.carrier(*wanted, self._max_ctas)
+            communicator = communicator_of(channel, topology.rank, self._route, topology.intra_size)
+            self._carriers[key] = topology.communicators.carrier(*communicator, self._max_ctas)
         return self._carriers[key]
 
 
 def transport_of(topology: Topology, route: Route, max_ctas: int) -> GroupTransport:
-    """Return the transport of a route over the process groups of a topology, made at its first call."""
+    """Return the transport of a route over the process groups of a topology, cached by route."""
     if topology.communicators is None:
         return GroupTransport(topology, route, max_ctas)
     transports, key = topology.communicators.transports, (topology.intra_size, route, max_ctas)
@@ -143,16 +143,16 @@ def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
 
 
 class Exchange(Protocol):
-    """One kind of message in a head group: an all-to-all."""
+    """An all-to-all of one kind of message in a head group."""
 
     def pack(self, action: Pack) -> Buffer:
-        """Return the share of a member, contiguous."""
+        """Return the parcel for a member, contiguous."""
 
     def empty(self) -> Buffer:
-        """Return room for the share that comes from another member."""
+        """Return a receive buffer for the parcel of another member."""
 
     def unpack(self, action: Unpack, parcel: Buffer | None) -> None:
-        """Copy the share of a member to its place; None stands for this rank's own share."""
+        """Copy the parcel of a member to its rows and heads; None stands for this rank's own part."""
 
 
 class Executor:
@@ -161,10 +161,10 @@ class Executor:
     Args:
         rank: this rank's number in the ring, for error messages.
         home: the rank's own block, read only; contiguous tensors.
-        new: makes an uninitialised buffer for some rows (None: all), of a block (DATA), of a rotating
-            gradient (SUM) or of a complete one (TOTAL).
-        free: takes back a buffer that is not needed any more.
-        exchanges: by kind of message, if heads are shared.
+        new: makes an uninitialised buffer for some rows (None: all) of a block (DATA), a rotating gradient
+            (GRADIENT) or a complete gradient (TOTAL).
+        free: takes back a buffer after its last use.
+        exchanges: by kind of message, under head x ring.
         total_dtype: of complete sums (TOTAL).
     """
 
@@ -193,16 +193,16 @@ class Executor:
         accumulate: OnAccumulate | None = None,
         keep: OnKeep | None = None,
     ) -> None:
-        """Carry out the steps of a program.
+        """Execute the steps of a program.
 
         compute(action, block, rows, is_last) attends to a block of these rows; is_last: no later compute
-        meets a block of the same ring rank. Then, while the block is still in its buffer,
+        reads a block of the same ring rank. Then, while the block is still in its buffer,
         accumulate(sums, rows, first, total) adds its gradients to the rotating sums, or sets them if `first`.
-        With `total` the sums are complete, and go there. Gradients of the rank's own block go to
-        keep(sums, rows): the sums of others that came home, or None after the compute of the own share.
+        With `total` the sums are complete, and are written there. Gradients of the rank's own block go to
+        keep(sums, rows): the received sums of other ranks, or None after the compute of the own block.
 
         Raises:
-            RuntimeError: a hop failed; the message names its step and ranks.
+            RuntimeError: a message failed; the error names its step and ranks.
         """
         self._compute, self._accumulate, self._keep_own = compute, accumulate, keep
         carry_out, record = self._CARRY_OUT, RECORDERS[-1] if RECORDERS else None
@@ -219,7 +219,7 @@ class Executor:
         except BaseException:
             self._transport.abandoned.append((self._under_way, self._buffers))
             raise
-        self._buffers.clear()  # before results, which need room as well
+        self._buffers.clear()  # before the results are allocated
 
     def _compute_step(self, step: binding.ComputeStep) -> None:
         self._compute(step.action, self._buffers[step.action.buffer], step.rows, step.is_last)
@@ -255,14 +255,14 @@ class Executor:
         self._exchanges[action.kind].unpack(action, self._buffers.get(action.buffer))
 
     def _total(self, room: binding.Room, sums: Buffer) -> Buffer:
-        """Return a buffer for complete sums: themselves, if they have the dtype in which they go home."""
+        """Return a buffer for complete sums: the same memory, if the sums have the result's dtype."""
         if sums[0].dtype != self._total_dtype:
             return self._room(room)
         self._buffers[room.name] = sums
         return sums
 
     def _room(self, room: binding.Room) -> Buffer:
-        """Return a buffer with room for its rows: with what it held, or uninitialised."""
+        """Return a buffer with room for its rows: with its data, or uninitialised."""
         if room.held:
             return self._buffers[room.name]
         new = self._new(room.kind, room.rows)
@@ -276,7 +276,7 @@ class Executor:
         return new
 
     def _drop(self, step: binding.Drop) -> None:
-        block = self._buffers.pop(step.buffer, ())  # the own share of a group has none
+        block = self._buffers.pop(step.buffer, ())  # a member's parcel to itself has no buffer
         if all([block is not other for other in self._buffers.values()]):
             self._free(block)
 
@@ -291,7 +291,7 @@ class Executor:
                 block = self._buffers[action.buffer]
             else:
                 block = tuple([gather(x, cut).contiguous() for x in self._buffers[action.buffer]])
-                copies.append(block)  # they live until the hop is awaited
+                copies.append(block)  # alive until the wait for their messages
             messages.append((action, block))
         try:
             works = self._transport.post(step.channel, messages)
@@ -332,4 +332,4 @@ class Executor:
         Unpack: _unpack,
         binding.Drop: _drop,
     }
-    """By kind of step."""
+    """The method of each kind of step."""

@@ -1,7 +1,7 @@
-"""The all-to-all of head x ring: h ranks pool their tokens, and each attends with a share of the heads.
+"""The all-to-all of head x ring (Ulysses): h ranks pool their tokens, and each attends with 1/h of the heads.
 
 Outside, a rank has its own rows of all heads; inside the ring, the pooled rows of its head group and its own
-heads. Tensors are [B, S, H, D], statistics [B, H, S]; B batch, S rows, H heads, D head dim.
+heads. Tensors are [B, S, H, D], D and LSE are [B, H, S]; B batch, S rows, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from burst_mcore.attention.schedule.heads import share_of_heads
 
 @dataclass(frozen=True)
 class HeadGroup:
-    """The ranks that share heads, seen from one of them, and the rows that each of them brings."""
+    """The ranks that share heads, seen from one member."""
 
     member: int
     rows: tuple[Rows, ...]
-    """By member: the places of its rows among the pooled rows."""
+    """The places of each member's rows among the pooled rows."""
 
     @property
     def size(self) -> int:
         return len(self.rows)
 
     def share(self, block: Buffer, member: int) -> Buffer:
-        """Return views of these tensors with the heads that a member attends with."""
+        """Return views of these tensors with the heads of a member."""
         heads = (share_of_heads(_heads(x), member, self.size) for x in block)
         return tuple(
             x.narrow(_heads_axis(x), share.start, len(share)) for x, share in zip(block, heads, strict=True)
@@ -66,11 +66,11 @@ class Inward:
 
 
 class Outward:
-    """Pooled rows of own heads -> own rows of all heads. Shares of one head, from several members, add up.
+    """Pooled rows of own heads -> own rows of all heads; members that share a K/V head sum their results.
 
     Args:
-        results: a function that writes some rows of the pooled results, complete, to tensors of any dtypes.
-        own: the tensors that results go to; zeros where shares add up. Results rotate in their dtype.
+        results: a function that writes some rows of the complete pooled results to tensors of any dtypes.
+        own: the tensors for the results; zeros where members share a head. Their dtype is the message's.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Outward:
 
 
 def _parcel(pieces: Buffer, lease: Lease) -> Buffer:
-    """Return room for these tensors, uninitialised, as one message of bytes."""
+    """Return an uninitialised message of bytes with room for these tensors."""
     size = sum(x.numel() * x.itemsize for x in pieces)
     return (lease.empty((size,), torch.uint8, pieces[0].device),)
 
 
 def _opened(parcel: Buffer, like: Buffer) -> Buffer:
-    """Return the tensors in a parcel. The widest dtypes come first, so that all are aligned."""
+    """Return the tensors in a parcel. The widest dtypes come first, so that all tensors are aligned."""
     (whole,), start = parcel, 0
     tensors: dict[int, Tensor] = {}
     for index, x in sorted(enumerate(like), key=lambda each: -each[1].itemsize):
@@ -118,7 +118,7 @@ def _opened(parcel: Buffer, like: Buffer) -> Buffer:
 
 
 def pooled_like(x: Tensor, group: HeadGroup) -> torch.Size:
-    """Return the shape, inside the ring, of a tensor that is `x` outside."""
+    """Return the shape inside the ring of a tensor like `x` outside."""
     shape = list(x.shape)
     shape[axis(x)] *= group.size
     shape[_heads_axis(x)] = len(share_of_heads(_heads(x), 0, group.size))

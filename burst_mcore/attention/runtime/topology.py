@@ -1,4 +1,4 @@
-"""Topologies: which node and which place each rank of a ring has, from its process groups."""
+"""Topologies: the node and the local rank of each rank of a ring, from its process groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from burst_mcore.rates import Rates
 from burst_mcore.words import brief
 
 ANSWER_WITHIN = timedelta(seconds=60)
-"""How long ranks that build a topology wait for each other."""
+"""The time-out of ranks that build a topology together."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Topology:
     intra_size: int = 0
     """Ranks of a node, L; 0 stands for all of them."""
     rates: Rates | None = None
-    """How fast the links and ranks are, for the choices called "auto"; None: `rates.default_rates`."""
+    """The speeds of links and ranks, for the options "auto"; None: `rates.default_rates`."""
     communicators: Communicators | None = field(default=None, repr=False)
-    """None where there is nothing to communicate."""
+    """None for a single rank."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intra_size", self.intra_size or self.size)
@@ -75,39 +75,39 @@ class Topology:
     ) -> Topology:
         """Return the ring over `group`, in the order of its ranks, `intra_size` of them on each node.
 
-        By default the nodes are the hosts that the ranks are on. The first call for a group is collective
-        over it: it makes a gloo group over the same ranks. Later calls return the same topology, so it may
-        stand in a forward; but build it with the model.
+        By default the nodes are the hosts of the ranks. The first call for a group is collective over the
+        group: it makes a gloo group over the same ranks. Later calls return the same topology, so calls in a
+        forward are legal; prefer to build the topology with the model.
 
         Raises:
             ValueError: the group is not initialised, or this rank is not in it; intra_size does not divide
                 the group; the hosts hold different numbers of ranks, or ranks that are not neighbours.
-            RuntimeError: a rank of the group did not come.
+            RuntimeError: a rank of the group did not call this in time.
         """
         _check_group("the group of Topology.from_group", group)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if intra_size is not None:
             _check_divides(intra_size, size)
-        known = _KNOWN.get(group.group_name)
-        if known is None or known.group is not group:  # names come again after destroy_process_group
+        facts = _KNOWN.get(group.group_name)
+        if facts is None or facts.group is not group:  # names come again after destroy_process_group
             _forget_destroyed()
-            _KNOWN[group.group_name] = known = _Known(group)
+            _KNOWN[group.group_name] = facts = _Known(group)
         if size == 1:
             return cls(rank, size, rates=rates)
         if intra_size is None:
-            known.by_host = known.by_host or _ranks_per_host(_ask("hosts", host_name(), group))
-            intra_size = known.by_host
-        if known.communicators is None:
+            facts.by_host = facts.by_host or _ranks_per_host(_ask("hosts", host_name(), group))
+            intra_size = facts.by_host
+        if facts.communicators is None:
             _ask("ring", "", group)  # a rank that does not come is named here; making a group would wait
             ranks = dist.get_process_group_ranks(group)
-            known.communicators = Communicators(ranks, {"whole": group}, _control(ranks, group))
-        return cls(rank, size, intra_size, rates, known.communicators)
+            facts.communicators = Communicators(ranks, {"whole": group}, _control(ranks, group))
+        return cls(rank, size, intra_size, rates, facts.communicators)
 
     @classmethod
     def from_groups(
         cls, *, intra: dist.ProcessGroup, inter: dist.ProcessGroup, rates: Rates | None = None
     ) -> Topology:
-        """Return the ring over M nodes, from two groups: this rank's node, and its counterparts on others.
+        """Return the ring over M nodes, from two groups: this rank's node, and its peers on other nodes.
 
         These are Megatron's hierarchical context-parallel groups (`pg_collection.hcp[0]` and `[1]`). Rank
         (m, l), place m in `inter` and l in `intra`, is rank m * L + l of the ring. The first call for a pair
@@ -116,16 +116,16 @@ class Topology:
 
         Raises:
             ValueError: not process groups, or groups that do not form a grid.
-            RuntimeError: a rank of `inter` did not come.
+            RuntimeError: a rank of `inter` did not call this in time.
         """
         for name, group in (("intra", intra), ("inter", inter)):
             _check_group(f"Topology.from_groups: {name}", group)
         key = f"{intra.group_name} {inter.group_name}"
-        known = _KNOWN_PAIRS.get(key)
-        if known is None or known[:2] != (intra, inter):
+        entry = _KNOWN_PAIRS.get(key)
+        if entry is None or entry[:2] != (intra, inter):
             _forget_destroyed()
-            _KNOWN_PAIRS[key] = known = (intra, inter, cls._from_groups(intra, inter))
-        return replace(known[2], rates=rates)
+            _KNOWN_PAIRS[key] = entry = (intra, inter, cls._from_groups(intra, inter))
+        return replace(entry[2], rates=rates)
 
     @classmethod
     def _from_groups(cls, intra: dist.ProcessGroup, inter: dist.ProcessGroup) -> Topology:
@@ -133,10 +133,10 @@ class Topology:
         rows = [
             json.loads(row) for row in _ask("rows", json.dumps(dist.get_process_group_ranks(intra)), inter)
         ]
-        # A rank sees one column of the grid; an error in another column concerns it as well.
-        for wrong in _ask("columns", _why_no_grid(rows, l, dist.get_process_group_ranks(inter)), intra):
-            if wrong:
-                raise ValueError(wrong)
+        # A rank checks one column of the grid; an error in another column must raise here as well.
+        for problem in _ask("columns", _why_no_grid(rows, l, dist.get_process_group_ranks(inter)), intra):
+            if problem:
+                raise ValueError(problem)
         sizes, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
         if len(ranks) == 1:
             return cls.single()
@@ -149,8 +149,6 @@ class Topology:
 
 @dataclass
 class _Known:
-    """The facts about a process group that were asked for once."""
-
     group: dist.ProcessGroup
     communicators: Communicators | None = None
     by_host: int = 0
@@ -161,9 +159,9 @@ _KNOWN_PAIRS: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup, Topology]] =
 
 
 def _forget_destroyed() -> None:
-    """Close the rings whose process groups are destroyed: each has a thread and connections of its own."""
-    for name, known in list(_KNOWN.items()):
-        if not exists(known.group):
+    """Close the rings of destroyed process groups: each ring has a thread and connections of its own."""
+    for name, facts in list(_KNOWN.items()):
+        if not exists(facts.group):
             _close(_KNOWN.pop(name).communicators)
     for names, (intra, inter, topology) in list(_KNOWN_PAIRS.items()):
         if not (exists(intra) and exists(inter)):
@@ -191,12 +189,12 @@ def _check_group(owner: str, group: object) -> None:
 
 
 def host_name() -> str:
-    """Return a name that tells this host from others."""
+    """Return a name that is unique to this host."""
     return socket.gethostname()
 
 
 def _ask(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
-    """Return every rank's answer on a topic; through the store, so that it meets no other message."""
+    """Return every rank's answer on a topic, by the store: independent of the group's messages."""
     name = f"{topic}/{times((topic, group.group_name))}/{group.group_name}"
     store = PrefixStore(f"burst_mcore/{name}", _get_default_store())
     store.set(str(dist.get_rank(group)), mine)
@@ -204,16 +202,16 @@ def _ask(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
     try:
         store.wait(keys, ANSWER_WITHIN)
     except RuntimeError as error:
-        missing = [int(key) for key in keys if not store.check([key])]
+        absent = [int(key) for key in keys if not store.check([key])]
         raise RuntimeError(
-            f"ranks {missing} of the group did not build their topology within {ANSWER_WITHIN.seconds} s: "
+            f"ranks {absent} of the group did not build their topology within {ANSWER_WITHIN.seconds} s: "
             f"all ranks of a ring must call Topology.from_group (or from_groups)"
         ) from error
     return [store.get(key).decode() for key in keys]
 
 
 def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int]) -> str:
-    """Return why intra groups `rows` and inter group `column` at place `local` are no grid; else ""."""
+    """Explain why the groups form no nodes x ranks grid, "" if they do; `column`: inter group of `local`."""
     sizes = [len(row) for row in rows]
     if len(set(sizes)) > 1:
         return f"the nodes hold different numbers of ranks: {sizes}"
@@ -228,7 +226,7 @@ def _why_no_grid(rows: Sequence[Sequence[int]], local: int, column: Sequence[int
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
-    """Return L, if every host holds L ranks, one after another; `hosts` by rank."""
+    """Return L, if every host holds L consecutive ranks; `hosts` by rank."""
     counts = Counter(hosts)
     ranks_per_host = next(iter(counts.values()))
     in_order = [host for host in counts for _ in range(counts[host])]
@@ -253,5 +251,5 @@ def _check_divides(intra_size: int, size: int) -> None:
 
 
 def _control(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a gloo group over the ranks that nobody else uses, as patient as `like`."""
+    """Return a private gloo group over the ranks, with the time-out of `like`."""
     return companion(ranks, "gloo", timeout_of(like))

@@ -1,4 +1,4 @@
-"""The actions of a schedule: all that a rank can do with named buffers. Data, no behaviour."""
+"""The actions of a schedule: sends, receives, waits, computes and sums of named buffers, as data."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from burst_mcore.attention.schedule.carried import Carried, T
 HOME = "home"
 """The rank's own block: never written."""
 PARTIAL = "partial"
-"""The buffer in which the sum of the nodes before arrives."""
+"""The receive buffer of the sum of the previous nodes."""
 
 OWN_SHARE = "kept"
-"""The rank's own share of the gradient of its own block: it never rotates."""
+"""The buffer of the local gradient of the rank's own block: it never rotates."""
 SUM = "sum"
-"""The first part of the names of buffers in which gradients of rotating blocks are summed."""
+"""The prefix of names of buffers that sum the gradients of rotating blocks."""
 HOME_SUM = "sum home"
-"""The buffer that sums the shares of other ranks which come straight back."""
+"""The owner's buffer that sums the gradients of other ranks in a direct exchange."""
 TOTAL, HOME_TOTAL = "total", "total home"
-"""The buffers of sums on their last hop: of another rank's block on its way home, and of the rank's own."""
+"""The buffers of complete sums in the last message to the owner: the sender's, and the owner's."""
 
 
 class _Word(StrEnum):
-    """A closed set of words, whose members are strings: settings, JSON, traces and messages show the word."""
+    """A closed set of strings: settings, JSON, traces and errors show the string."""
 
     @classmethod
     def _missing_(cls, value: object) -> Self:
@@ -40,7 +40,7 @@ class Pass(_Word):
     """A pass over the ring: forward, or a backward, named after the side that rotates."""
 
     FORWARD = "forward"
-    """K and V rotate, and nothing follows (paper algorithm 4)."""
+    """K and V rotate, and nothing follows (the paper's appendix: forward pass of Ring/BurstAttention)."""
     KV = "kv"
     """K and V rotate, dK and dV follow (paper algorithm 1, RingAttention)."""
     QUERY = "query"
@@ -48,12 +48,12 @@ class Pass(_Word):
 
 
 class Link(_Word):
-    """Which ranks a message connects."""
+    """The pair of ranks that a message connects."""
 
     INTRA = "intra"
-    """Neighbours around one node."""
+    """Neighbours on the ring within one node."""
     INTER = "inter"
-    """The same place of neighbouring nodes."""
+    """Ranks of one local rank on neighbouring nodes."""
     DIRECT = "direct"
     """Any two ranks."""
     HEADS = "heads"
@@ -64,11 +64,11 @@ class Kind(_Word):
     """The contents of a message."""
 
     DATA = "data"
-    """A block that rotates: of queries, or of keys and values."""
+    """A Q block or a KV block."""
     GRADIENT = "gradient"
     """The sum of gradients that follows a block."""
     TOTAL = "total"
-    """The sum of all shares but the owner's on its last ring step, rounded to the dtype that is returned."""
+    """The complete sum of other ranks' gradients, sent to the owner in the dtype of the result."""
     ROTATING_IN = "rotating in"
     """Into the head group: the block that will rotate."""
     STAYING_IN = "staying in"
@@ -80,16 +80,16 @@ class Kind(_Word):
 
 
 COMES_LATE = (Kind.GRADIENT, Kind.TOTAL, Kind.STAYING_OUT, Kind.ROTATING_OUT)
-"""Kinds of messages whose contents must be computed first; the others can be sent at once."""
+"""Kinds of messages with computed contents; the other kinds can be sent at once."""
 
 
 class Channel(NamedTuple):
-    """Messages that are waited for together. Messages of one link and kind keep their order."""
+    """A set of messages with one wait. Messages of one link and kind keep their order."""
 
     link: Link
     kind: Kind
     part: int = 0
-    """Messages of one kind that are waited for one by one."""
+    """The number of the wait, where messages of one link and kind have several."""
 
     def __str__(self) -> str:
         return f"{self.link} {self.kind}{f' {self.part}' if self.part else ''}"
@@ -111,14 +111,14 @@ class _Message(Generic[T]):
 
 
 class Send(_Message[T]):
-    """Start sending `rows` of `buffer` to rank `peer`. Until its channel's Wait it may not be written."""
+    """Start sending `rows` of `buffer` to rank `peer`; no write to the buffer before the channel's Wait."""
 
     __slots__ = ()
     SIGN = ">"
 
 
 class Recv(_Message[T]):
-    """Start receiving from rank `peer` into `buffer`; it may not be touched until the channel's Wait."""
+    """Start receiving from rank `peer` into `buffer`; no access to the buffer before the channel's Wait."""
 
     __slots__ = ()
     SIGN = "<"
@@ -126,7 +126,7 @@ class Recv(_Message[T]):
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Everything started on `channel` is complete."""
+    """Wait for all started messages of `channel`."""
 
     step: int
     channel: Channel
@@ -137,9 +137,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Attend rows that stay to the block of ring rank `source`, which lies in `buffer`.
+    """Compute attention of the staying rows with the block of ring rank `source`, in `buffer`.
 
-    These are the ring rank's own rows; with `part`, those of one member of the head group.
+    The staying rows are the ring rank's; with `part`, the rows of one member of the head group.
     """
 
     step: int
@@ -153,10 +153,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Accumulate(Generic[T]):
-    """Add the gradients of the last Compute to the sum in `buffer`; the `first` share is set.
+    """Add the gradients of the last Compute to the sum in `buffer`; if `first`, set it.
 
-    Afterwards the buffer holds `rows`. The block that was computed is still in place: a kernel that adds to
-    the sum itself reads it once more.
+    Afterwards the buffer holds `rows`. The computed block is still in its buffer: a kernel that adds to the
+    sum itself reads the block once more.
     """
 
     step: int
@@ -165,7 +165,7 @@ class Accumulate(Generic[T]):
     first: bool
     rows: Carried[T] = None
     into: str | None = None
-    """The buffer to which the sum goes instead, since it is complete; `buffer` is free then."""
+    """The buffer of the complete sum, written instead of `buffer`, which is free then."""
 
     def __str__(self) -> str:
         if self.into is None:
@@ -192,7 +192,7 @@ class Add(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """The gradient of the rank's own block is the sum of these buffers; none: nobody reads the block."""
+    """Sum these buffers to the gradient of the rank's own block; none: no rank reads the block."""
 
     step: int
     buffers: tuple[str, ...]
@@ -203,7 +203,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy of the share of one member of a head group."""
+    """A copy between a tensor and the parcel of one member of a head group."""
 
     step: int
     kind: Kind
@@ -215,13 +215,13 @@ class _Copy:
 
 
 class Pack(_Copy):
-    """Copy the share of member `member` of the group into `buffer`."""
+    """Copy the rows or heads for member `member` of the group into `buffer`."""
 
     __slots__ = ()
 
 
 class Unpack(_Copy):
-    """Copy the share that came from member `member` of the group out of `buffer`, to its place."""
+    """Copy the rows or heads received from member `member` of the group out of `buffer`."""
 
     __slots__ = ()
 
@@ -235,23 +235,23 @@ def _of(rows: Carried[T]) -> str:
 
 
 def by_hop(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:
-    """Yield the program in parts: (channel, the messages of one hop), or (None, other actions).
+    """Yield the program in parts: (channel, messages that start together), or (None, other actions).
 
-    Neighbouring sends and receives of one channel are one hop: they start together.
+    Neighbouring sends and receives of one channel start together.
     """
     for channel, group in groupby(program, key=lambda a: a.channel if isinstance(a, (Send, Recv)) else None):
         yield channel, list(group)
 
 
 class Recorder(Protocol):
-    """The place where the executor tells when actions begin and end: see burst_bench/trace.py."""
+    """A listener to the executor's actions, for timelines: see burst_bench/trace.py."""
 
     def span(self, action: Action) -> AbstractContextManager[None]:
-        """Take the time of an action, and of the messages that it waits for."""
+        """Time an action, and the messages that it waits for."""
 
     def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
-        """Note when the messages of a hop started."""
+        """Note the start of messages."""
 
 
 RECORDERS: list[Recorder] = []
-"""Recorders of this process, the innermost last: backward runs in another thread, beyond a context."""
+"""Recorders of this process, the innermost last: global, since backward runs in another thread."""

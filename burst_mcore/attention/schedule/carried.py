@@ -1,9 +1,9 @@
-"""The rows that each hop carries: of a block those read further on, of a gradient those read so far.
+"""The rows of each message: of a block the rows still to be read, of a gradient the rows read so far.
 
-A block goes round by round. In round i it visits node i of its way, and there place after place. Its owner
-is at round 0, place 0. What the owner reads itself rotates nowhere, and its gradient stays with it. The
-writers of programs ask a `Hops` at every hop. It answers all rows, `OfRingRank` the rows for one ring rank,
-`burst_plan.simulate.counted.OfAll` their number for all ring ranks at once.
+In round i a block visits node i of its path, and there place after place. Its owner is at round 0, place 0:
+rows that only the owner reads are not sent, and their gradients stay with the owner. The writers of programs
+ask a `Hops` for the rows of every message. `Hops` itself answers all rows, `OfRingRank` the rows for one ring
+rank, `burst_plan.simulate.counted.OfAll` their number for all ring ranks at once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from burst_mcore.attention.geometry.rows import Rows, union
 
 T = TypeVar("T", default=range)
 Carried = tuple[T, ...] | None
-"""The rows of a block that an action takes, None for all: ranges (`Rows`) in the program of a rank. In the
-program of all ranks at once T is `burst_plan.simulate.counted.Counted`, the number of these rows."""
+"""The rows of a block in an action, None for all: ranges (`Rows`) in the program of a rank. In the
+program of all ranks at once T is `burst_plan.simulate.counted.Counted`, the number of rows."""
 
 
 def nothing(carried: Carried[T]) -> bool:
-    """Return whether there is nothing to carry."""
+    """Return whether no rows are carried."""
     return carried is not None and not carried
 
 
 class Hops(Generic[T]):
-    """The rows that a ring rank, or every ring rank, must send, receive and compute: here, all of them."""
+    """The rows that ring ranks send, receive and compute; the base class answers all rows."""
 
     def reads(self, owner: int) -> bool:
         """Return whether the ring rank reads the block of `owner`."""
         return True
 
     def owners(self, size: int) -> Iterable[int]:
-        """Return the ring ranks, of `size`, whose blocks the ring rank reads."""
+        """Return the owners, among `size` ring ranks, of the blocks that the ring rank reads."""
         return range(size)
 
     def readers(self, size: int) -> Iterable[int]:
@@ -49,7 +49,7 @@ class Hops(Generic[T]):
         return None
 
     def together(self, rows: Carried[T], others: Carried[T]) -> Carried[T]:
-        """Return the rows in either."""
+        """Return the union of the rows."""
         return None
 
     def ahead(self, owner: int, i: int, j: int) -> Carried[T]:
@@ -69,21 +69,21 @@ class Hops(Generic[T]):
         return None if i > 0 else ()
 
     def remote(self, owner: int) -> Carried[T]:
-        """Return the rows of `owner` that others read."""
+        """Return the rows of `owner` that other ring ranks read."""
         return None
 
 
 def elsewhere(i: int, j: int) -> bool:
-    """Return whether place j of round i is one, and not that of the owner."""
+    """Return whether place j of round i exists and is not the owner's."""
     return j >= 0 and (i, j) > (0, 0)
 
 
 class Itinerary:
-    """For each segment of a `Reading`, the places on a ring of nodes x intra that read it first and last.
+    """The first and last reader of each segment of a `Reading` on its path over a ring of nodes x intra.
 
-    The place of its owner does not count.
+    The owner does not count as a reader.
 
-    turn: 1 if blocks go to higher ring ranks, -1 if they go to lower ones.
+    turn: the direction of blocks, 1 to higher ring ranks, -1 to lower.
 
     Attributes:
         first, last: [segments, rounds]: the first and last place of a reader; `intra` and -1 if none.
@@ -109,11 +109,11 @@ class Itinerary:
         m, l = owners[:, None] // self.intra, owners[:, None] % self.intra  # noqa: E741
         node = (m + self.turn * torch.arange(self.nodes)) % self.nodes
         local = (l + self.turn * torch.arange(self.intra)) % self.intra
-        by = node[:, :, None] * self.intra + local[:, None, :]  # [segments, rounds, places]: who is visited
+        by = node[:, :, None] * self.intra + local[:, None, :]  # [segments, rounds, places]: ring rank
         visited = read.T.gather(1, by.flatten(1)).view(by.shape).to(torch.int32)
         visited[:, 0, 0] = 0  # the owner itself
         place = torch.arange(1, self.intra + 1, dtype=torch.int32)
-        # Weights L ... 1 are largest at the first reader, 1 ... L at the last; 0 where nobody reads.
+        # Weights L ... 1 are largest at the first reader, 1 ... L at the last; 0 without a reader.
         return self.intra - (visited * place.flip(0)).amax(2), (visited * place).amax(2) - 1
 
 

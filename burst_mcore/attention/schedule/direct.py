@@ -1,6 +1,7 @@
-"""The program of a direct exchange: rows come straight from their owner, and gradients go straight back.
+"""The program of a direct (all-to-all P2P) exchange: owners send rows to their readers, without a ring.
 
-Where masks leave little to read, this moves least: every row goes to its readers and to nobody else, once.
+Every row goes once to each of its readers, and gradients go straight back. Under sparse masks no ring moves
+fewer bytes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from burst_mcore.attention.schedule.carried import Carried, Hops, T, nothing
 
 
 def direct(ring_rank: int, size: int, *, gradients: bool, hops: Hops[T] = Hops()) -> Program[T]:
-    """Return a program in which rows arrive, and gradients leave, while rows that came before are computed.
+    """Return a program in which rows arrive and gradients leave while earlier rows are computed.
 
-    Blocks are read in the order of the distance to their owners, so that at any time all ring ranks send the
-    same way. Ring ranks that are not read, or do not read, are passed over.
+    Blocks are read in the order of the distance to their owners, so that at any time all ring ranks send in
+    the same direction. Pairs of ring ranks without common work exchange no message.
 
     Args:
-        ring_rank: the ring rank, of `size`, whose program is returned.
+        ring_rank: the ring rank of the program, of `size`.
         gradients: whether gradients go back.
-        hops: who reads which rows.
+        hops: the rows that each ring rank reads.
     """
     return tuple(_Writer(ring_rank, size, hops, gradients).actions())
 
@@ -49,13 +50,13 @@ class _Writer(Generic[T]):
         self.ring_rank, self.size, self.hops, self.gradients = ring_rank, size, hops, gradients
         owners, readers = hops.owners(size), hops.readers(size)
         self.reads = [0, *sorted(t for owner in owners if (t := (ring_rank - owner) % size))]
-        """Distances of the owners whose blocks are read; 0, the ring rank itself, comes first."""
+        """Distances of the owners of the blocks that are read; 0, the ring rank itself, comes first."""
         self.read_by = {t for reader in readers if (t := (reader - ring_rank) % size)}
         """Distances of the readers."""
         self.coming: list[tuple[int, str | None]] = []
-        """Gradients under way: (distance, buffer in which one arrives)."""
+        """Gradients in flight: (distance, receive buffer)."""
         self.summed: Carried[T] = ()
-        """The rows of the sum of the others' shares."""
+        """The rows of the sum of other ranks' gradients."""
 
     def before(self, t: int) -> int:
         return (self.ring_rank - t) % self.size
@@ -64,7 +65,7 @@ class _Writer(Generic[T]):
         return (self.ring_rank + t) % self.size
 
     def fetched(self, t: int) -> Carried[T]:
-        """Return the rows that the ring rank reads over distance t."""
+        """Return the rows that the ring rank reads from distance t."""
         return self.hops.between(self.before(t), self.ring_rank)
 
     def remote(self, t: int) -> Carried[T]:
@@ -73,9 +74,9 @@ class _Writer(Generic[T]):
 
     def actions(self) -> Iterator[Action[T]]:
         following = [*self.reads[1:], self.size - 1]
-        meets = sorted({*self.reads[1:], *self.read_by})
+        distances = sorted({*self.reads[1:], *self.read_by})
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
-            hops = [u for u in meets if t < u <= upto]  # in flight while the block of distance t is computed
+            hops = [u for u in distances if t < u <= upto]  # in flight during the compute of distance t
             for u in hops:
                 yield from self.fetch(t, u, f"{Kind.DATA}{(i + 1) % 2}")  # two buffers: computed, arriving
             yield Compute(t, self.before(t), f"{Kind.DATA}{i % 2}" if t else HOME)
@@ -87,11 +88,11 @@ class _Writer(Generic[T]):
                     yield from self.exchange(t, u, None)
         if self.gradients:
             yield from self.take_in(self.size)
-            kept, came = self.hops.reads(self.ring_rank), not nothing(self.summed)
-            yield Return(self.size, (OWN_SHARE,) * kept + (HOME_SUM,) * came)
+            has_local, has_remote = self.hops.reads(self.ring_rank), not nothing(self.summed)
+            yield Return(self.size, (OWN_SHARE,) * has_local + (HOME_SUM,) * has_remote)
 
     def fetch(self, step: int, u: int, into: str) -> Iterator[Action[T]]:
-        """Start the messages over distance u."""
+        """Start the messages of rows over distance u."""
         channel = Channel(Link.DIRECT, Kind.DATA, u)
         if u in self.reads:
             yield Recv(step, channel, into, self.before(u), self.fetched(u))
@@ -99,7 +100,7 @@ class _Writer(Generic[T]):
             yield Send(step, channel, HOME, self.after(u), self.remote(u))
 
     def give_back(self, i: int, t: int) -> Iterator[Action[T]]:
-        """Sum the gradients of the block just computed, and send them home."""
+        """Sum the gradients of the block just computed, and send them to the owner."""
         if t == 0:
             if self.hops.reads(self.ring_rank):
                 yield Accumulate(t, self.ring_rank, OWN_SHARE, first=True, rows=self.fetched(0))
@@ -110,7 +111,7 @@ class _Writer(Generic[T]):
         yield from self.exchange(t, t, share)
 
     def exchange(self, step: int, u: int, share: str | None) -> Iterator[Action[T]]:
-        """Start the gradients' messages over distance u."""
+        """Start the messages of gradients over distance u."""
         channel, comes = Channel(Link.DIRECT, Kind.GRADIENT, u), None
         if u in self.read_by:
             comes = f"{PARTIAL}{len(self.coming)}"
@@ -120,7 +121,7 @@ class _Writer(Generic[T]):
         self.coming.append((u, comes))
 
     def take_in(self, step: int) -> Iterator[Action[T]]:
-        """Add the gradients that have come back."""
+        """Add the received gradients of this rank's block."""
         for u, comes in self.coming:
             yield Wait(step, Channel(Link.DIRECT, Kind.GRADIENT, u))
             if comes is not None:

@@ -1,4 +1,4 @@
-"""Shared heads: who attends with which, and the all-to-all of a head group around its ring's program."""
+"""Head parallelism (Ulysses): the heads of each member, and the all-to-all around a ring's program."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from burst_mcore.attention.schedule.carried import Carried, T
 
 
 def share_of_heads(total: int, member: int, size: int) -> range:
-    """Return the heads of `total` that a member of a head group of `size` attends with.
+    """Return the heads, of `total`, of a member of a head group of `size`.
 
-    Where there are fewer K/V heads than members, several members get the same one: no more than is needed.
+    With fewer K/V heads than members, several members have the same head.
     """
     first = member * total // size
     return range(first, max(first + 1, (member + 1) * total // size))
@@ -43,15 +43,15 @@ def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
 
 
 class Moves(NamedTuple):
-    """Which blocks, rows and gradients a pass moves."""
+    """The blocks, rows and gradients that a pass moves."""
 
     title: str
     gradients: bool
     """Gradients follow the block."""
     block: bool
-    """The rotating block first comes through the head group."""
+    """The rotating block goes through the head group's all-to-all first."""
     rows: bool
-    """The rows that stay come through the head group, too."""
+    """The staying rows go through the head group's all-to-all, too."""
 
 
 def with_heads(
@@ -63,11 +63,11 @@ def with_heads(
     by_part: bool,
     leaving: Mapping[int, Carried[T]] | None = None,
 ) -> Program[T]:
-    """Put the all-to-all of a head group around the ring of the ring rank that its members share.
+    """Put the all-to-all of a head group around the program of its ring rank.
 
-    The rotating block comes first, in whole, so that the ring can start. The rows that stay come from two
-    members at a time and are computed as they come (own first), while the ring makes its first hop. In the
-    last step the rows are computed member by member (own last). The results of two members leave for them
+    The rotating block comes first, in whole, so that the ring can start. The staying rows come from two
+    members at a time and are computed as they come (own first), during the first ring step. In the last
+    step the rows are computed member by member (own last). The results of two members are sent to them
     while the next are computed. The gradient that followed the block leaves in whole, at the very end.
 
     Args:
@@ -76,7 +76,7 @@ def with_heads(
         placement: the ranks of each head group.
         moves: the blocks, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
-        leaving: the steps after which results leave, and how many rows of them; default the last, all.
+        leaving: the rows of results that are sent after each step; default all after the last step.
     """
     if leaving is None:
         leaving = {max(action.step for action in ring if isinstance(action, Compute)): None}
@@ -98,11 +98,11 @@ class _Member(Generic[T]):
         self.ring_rank, self.member = placement.ring_rank(rank), placement.member(rank)
         size = self.size = placement.heads
         self.posted: set[Channel] = set()
-        """Channels with something to wait for."""
+        """Channels with started messages."""
         self.shifts = [sorted({shift, size - shift}) for shift in range(1, size // 2 + 1)]
         """Shifts s: send to member m + s, receive from member m - s. The two shifts between the same two
-        members start together. On gloo nothing is sent before the receiver has said that it is ready.
-        That word would otherwise queue behind all that it sends to the same member."""
+        members start together. Gloo sends only after the receiver's ready message, which would otherwise
+        queue behind the receiver's own sends to the same member."""
 
     def actions(self) -> Iterator[Action[T]]:
         for kind in (Kind.ROTATING_IN,) * self.moves.block + (Kind.STAYING_IN,) * self.moves.rows:
@@ -143,17 +143,15 @@ class _Member(Generic[T]):
                 yield from self.exchange(action.step, Kind.STAYING_OUT, shifts)
 
     def leave(self, step: int, kind: Kind) -> Iterator[Action[T]]:
-        """Exchange with all other members."""
         for shifts in self.shifts:
             yield from self.exchange(step, kind, shifts)
 
     def arrive(self, step: int, kind: Kind) -> Iterator[Action[T]]:
-        """Wait for the shares of all members, and unpack them."""
         for shift in (0, *chain.from_iterable(self.shifts)):
             yield from self.arrive_from(step, kind, shift)
 
     def exchange(self, step: int, kind: Kind, shifts: Sequence[int]) -> Iterator[Action[T]]:
-        """Send to the members at these shifts, receive from the members at the opposite ones."""
+        """Send to the members at these shifts, receive from the members at the opposite shifts."""
         rows = self.leaving[step] if kind == Kind.STAYING_OUT else None  # of a send, for the cost model
         for member in map(self.after, shifts):
             yield Pack(step, kind, f"{kind}.to{member}", member)
@@ -166,7 +164,7 @@ class _Member(Generic[T]):
             yield Send(step, channel, f"{kind}.to{member}", self.peer(member), rows)
 
     def arrive_from(self, step: int, kind: Kind, shift: int) -> Iterator[Action[T]]:
-        """Wait for the share of the member at the opposite shift, and unpack it."""
+        """Wait for the parcel of the member at the opposite shift, and unpack it."""
         source, channel = self.after(-shift), self.channel(kind, shift)
         if channel in self.posted:
             self.posted.remove(channel)
@@ -174,11 +172,9 @@ class _Member(Generic[T]):
         yield Unpack(step, kind, f"{kind}.from{source}", source)
 
     def peer(self, member: int) -> int:
-        """Return the rank of a member."""
         return self.placement.rank(self.ring_rank, member)
 
     def after(self, shift: int) -> int:
-        """Return the member at a shift."""
         return (self.member + shift) % self.size
 
     def channel(self, kind: Kind, shift: int) -> Channel:

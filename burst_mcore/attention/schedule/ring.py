@@ -1,4 +1,4 @@
-"""The program of one ring rank on a ring, or on a double ring; and the same without overlap."""
+"""The program of one ring rank on a ring or a double ring, with and without overlap."""
 
 from __future__ import annotations
 
@@ -37,29 +37,32 @@ _INTRA_GRADIENT, _INTER_GRADIENT = Channel(Link.INTRA, Kind.GRADIENT), Channel(L
 def double_ring(
     ring_rank: int, nodes: int, intra: int, *, gradients: bool, hops: Hops[T] = Hops(), turn: int = 1
 ) -> Program[T]:
-    """Overlapped rings over nodes x intra ring ranks (paper appendix, algorithms 1 and 2, corrected).
+    """Return the overlapped program of a ring rank on a double ring of nodes x intra.
+
+    The paper's appendix has the algorithms "Overlapping for Activations" and "for Gradients"; theirs is
+    corrected here.
 
     Data: the first block of a round rotates to the next node during the round. The block of step j + 1
     rotates within the node while step j is computed.
 
-    Gradients: the owner keeps its own share. Within a round a sum starts with the block and follows it. It
-    is complete for this node one ring rank before the place where the block came in. There the sum of the
-    nodes before is added, and the total leaves for the next node. Blocks of the own node, but for each
-    rank's own, come last (`visits`). The total of the other nodes comes back meanwhile, and meets the own
-    node's sum. One hop within the node brings it home in the dtype that is returned: only the owner's share
-    is added.
+    Gradients: the owner keeps its local gradient. Within a round a sum starts with the block and follows it.
+    The node's sum is complete one ring rank before the rank at which the block entered the node. There the
+    sum of the previous nodes is added, and the total leaves for the next node. Blocks of the same node,
+    except each rank's own block, come last (`visits`). Meanwhile the total of the other nodes returns, and
+    is added to this node's sum. A last message within the node carries it to the owner in the dtype of the
+    result: only the owner's local gradient is still to be added.
 
     Args:
-        ring_rank: the ring rank, of nodes * intra, whose program is returned.
+        ring_rank: the ring rank of the program, of nodes * intra.
         gradients: whether gradients follow the blocks.
-        hops: the rows that each hop carries; empty hops are left out.
+        hops: the rows of each message; messages without rows are left out.
         turn: 1 if blocks go to higher ring ranks, -1 if they go to lower ones.
     """
     return _Writer(ring_rank, nodes, intra, gradients, hops, turn).program()
 
 
 def visits(nodes: int, intra: int, *, gradients: bool) -> list[tuple[int, range]]:
-    """Return the (round, places) of a block's way in the order in which ring ranks compute."""
+    """Return a block's path as (round, steps), in the order of computation."""
     rounds = [(i, range(intra)) for i in range(nodes)]
     if gradients and nodes > 1 and intra > 1:
         return [(0, range(1)), *rounds[1:], (0, range(1, intra))]
@@ -80,9 +83,9 @@ class _Writer(Generic[T]):
         self.start = HOME
         """The buffer of the first block of the round."""
         self.total, self.leaving = "", ""
-        """The buffers of the sum that grows, and of the sum on its way to the next node."""
+        """The buffers of the growing sum, and of the sum being sent to the next node."""
         self.started: set[Channel] = set()
-        """Channels with something to wait for."""
+        """Channels with started messages."""
 
     def program(self) -> Program[T]:
         for i, places in visits(self.nodes, self.intra, gradients=self.gradients):
@@ -93,10 +96,10 @@ class _Writer(Generic[T]):
 
     def round(self, i: int, places: range) -> None:
         current, incoming, onward = self.start, "", places.start == 0 and i < self.nodes - 1
-        home_next = self.gradients and 0 < i == self.nodes - 1  # the blocks of the own node come next
-        # A sum or a block on its way between nodes is held twice, and they share a link. So the sum comes in
-        # the first half of a round, rounded up: it is the longer one. The block leaves then. In a last round
-        # of two places, the node's own block comes in the second half.
+        home_next = self.gradients and 0 < i == self.nodes - 1  # the blocks of this node come next
+        # A sum or a block sent between nodes needs two buffers, and both share a link. So the larger sum
+        # comes in the first half of a round, rounded up, and the block leaves after it. In a last round of
+        # two steps, the node's own block comes in the second half.
         turns = self.gradients and i > 1 and self.intra > 1 and (onward or self.intra == 2)
         early = (self.intra + 1) // 2 if turns else 0
         for j in places:
@@ -106,7 +109,7 @@ class _Writer(Generic[T]):
                 comes, goes = (self.hops.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
                 self.hop(_INTER_DATA, incoming, self.start, comes, goes)
             if j + 1 in places or (home_next and j == self.intra - 1 > 0):
-                # What is held at the next step comes now; what the next place holds then goes there.
+                # Receive the block of the next step; send the block that the next rank needs in that step.
                 to, at, out = (i, j + 1, current) if j + 1 in places else (0, 1, HOME)
                 arriving = _free(Kind.DATA, current, incoming, self.start if onward else "")
                 comes, goes = (self.hops.ahead(self.held(to, of), to, at) for of in (at, at - 1))
@@ -126,7 +129,7 @@ class _Writer(Generic[T]):
         self.start = incoming or current
 
     def follow(self, i: int, j: int, source: int, *, starts: bool) -> None:
-        """Add this step's gradients to the sum of its block, which `starts` here or came; pass it on."""
+        """Add this step's gradients to the block's sum, new if it `starts` here, and send it on."""
         if starts:
             self.total = _free(SUM, self.leaving)
         else:
@@ -141,13 +144,13 @@ class _Writer(Generic[T]):
             self.leave_node(i, j, source)
 
     def leave_node(self, i: int, j: int, source: int) -> None:
-        """Add the sum of the nodes before, and send the total to the next node; at its own node, it stays."""
+        """Add the previous nodes' sum, and send the total to the next node, unless this node owns it."""
         self.wait(_INTER_GRADIENT)
         if not nothing(self.hops.so_far_in_rounds(source, (i or self.nodes) - 1)):
             first = nothing(self.hops.so_far(source, i, j))
             rows = self.hops.so_far_in_rounds(source, i) if i > 0 else self.hops.remote(source)
             self.actions.append(Add(self.step, self.total, PARTIAL, first=first, rows=rows))
-        if i > 0 and (i < self.nodes - 1 or self.intra > 1):  # where nodes are single, `bring_home` hops last
+        if i > 0 and (i < self.nodes - 1 or self.intra > 1):  # nodes of one rank: `bring_home` sends last
             comes, goes = (self.hops.so_far_in_rounds(self.held(at, j), i) for at in (i + 1, i))
             self.hop(_INTER_GRADIENT, PARTIAL, self.total, comes, goes)
             self.leaving = self.total
@@ -156,16 +159,16 @@ class _Writer(Generic[T]):
         if not self.hops.reads(source):
             return
         if source == self.ring_rank:
-            own = self.hops.between(source, source)
-            self.actions.append(Accumulate(self.step, source, OWN_SHARE, first=True, rows=own))
+            local_rows = self.hops.between(source, source)
+            self.actions.append(Accumulate(self.step, source, OWN_SHARE, first=True, rows=local_rows))
             return
-        first = nothing(self.hops.so_far(source, i, j - 1))  # no place before has added to the sum
+        first = nothing(self.hops.so_far(source, i, j - 1))  # no earlier rank has added to the sum
         rows = self.hops.so_far(source, i, j)
         self.actions.append(Accumulate(self.step, source, self.total, first=first, rows=rows))
 
     def bring_home(self) -> None:
-        """Let every total make its last hop: within the node, or between nodes of one ring rank."""
-        if self.step > 1:  # sums have gone round but for one hop: the next ring rank owns this one's block
+        """Send every total to its owner: within the node, or between nodes of one ring rank."""
+        if self.step > 1:  # sums are one ring step from home: the next ring rank owns this rank's block
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
             owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
@@ -179,7 +182,7 @@ class _Writer(Generic[T]):
         self.actions.append(Return(self.step, home))
 
     def complete(self, rows: Carried[T]) -> None:
-        """Put the total, of these rows, into the buffer that goes home, together with its last share."""
+        """Write the total of these rows, with the last gradients, into the buffer for the owner."""
         last = self.actions[-1]
         if isinstance(last, Accumulate) and last.buffer == self.total:
             self.actions[-1] = replace(last, into=TOTAL)
@@ -187,11 +190,10 @@ class _Writer(Generic[T]):
             self.actions.append(Add(self.step, TOTAL, self.total, first=True, rows=rows))
 
     def hop(self, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]) -> None:
-        """Receive `comes` and send `goes`: rows."""
         inter = channel.link == Link.INTER
-        for kind, buffer, way, rows in ((Recv, into, -self.turn, comes), (Send, out, self.turn, goes)):
+        for kind, buffer, direction, rows in ((Recv, into, -self.turn, comes), (Send, out, self.turn, goes)):
             if not nothing(rows):
-                peer = self.at(self.m + way * inter, self.l + way * (not inter))
+                peer = self.at(self.m + direction * inter, self.l + direction * (not inter))
                 self.actions.append(kind(self.step, channel, buffer, peer, rows))
                 self.started.add(channel)
 
@@ -201,7 +203,7 @@ class _Writer(Generic[T]):
             self.actions.append(Wait(self.step, channel))
 
     def held(self, i: int, j: int) -> int:
-        """Return the owner of the block here: as far behind as i hops between nodes and j within go."""
+        """Return the owner of the block at this rank in round i, step j: i nodes and j ranks behind."""
         return self.at(self.m - self.turn * i, self.l - self.turn * j)
 
     def at(self, node: int, local: int) -> int:
@@ -226,7 +228,7 @@ def at_home(program: Program) -> tuple[str, ...]:
 
 
 def without_overlap(program: Program[T]) -> Program[T]:
-    """Return the same hops, each waited for at once: late kinds when they are sent, others when needed."""
+    """Return the program with a wait after each send: late kinds when they are sent, others when needed."""
     actions: list[Action[T]] = []
     postponed: dict[Channel, list[Action[T]]] = {}
     for channel, group in by_hop(program):

@@ -4,16 +4,15 @@ One object is printed as a step x rank grid, verified, costed and executed. Pass
 which block rotates and whether its gradient follows.
 
 A `Route` is M nodes of L ring ranks. A ring rank is one rank, or a group that shares heads (`Placement`).
-A block goes round its node, one hop a step. Meanwhile the block that entered the node goes on to the next
-node, one hop a round. At round i and step j ring rank (m, l) holds the
-block of (m - i, l - j). With one node this is the flat ring. The gradient of a block follows one step
-behind it and ends at home: see `double_ring`. Where a ring rank is a group of ranks that share the heads
-(head x ring), `with_heads` puts the all-to-all around the ring. Overlap is an order of actions, no more:
-`without_overlap` is the same program with every hop waited for at once.
+A block rotates within its node in each step, and a node's first block moves to the next node in each round.
+At round i and step j ring rank (m, l) holds the block of (m - i, l - j). With one node this is the flat
+ring. The gradient of a block follows one step behind it and ends at the owner: see `double_ring`. Where a
+ring rank is a group of ranks that share the heads (head x ring), `with_heads` puts the all-to-all around the
+ring. Overlap is only an order of actions: `without_overlap` is the same program with a wait after each send.
 
-Masks leave some blocks, or rows of them, without a reader. Then a ring may be faster the other way round
-(`mirrored`), or a `direct` exchange, where every row goes from its owner to its readers. Both leave out rows
-that nobody reads: see `carried`.
+Under a mask some blocks, or rows of them, have no reader. Then a ring in the other direction (`mirrored`)
+may be faster, or a `direct` exchange, where every row goes from its owner to its readers. Both leave out
+rows without a reader: see `carried`.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class Route:
     heads: int = 1
     overlap: bool = True
     direct: bool = False
-    """No ring: every ring rank exchanges with every other."""
+    """No ring: every ring rank exchanges with every other (all-to-all P2P)."""
     mirrored: bool = False
-    """The blocks go from higher ring ranks to lower ones."""
+    """The blocks go from higher ring ranks to lower ring ranks."""
     outer: bool = False
-    """The ranks of a ring rank are not neighbours, but one of each run of `ring_size` neighbours."""
+    """The ranks of a ring rank are `ring_size` apart (Ulysses between nodes), instead of neighbours."""
 
     @cached_property
     def placement(self) -> Placement:
@@ -59,12 +58,12 @@ class Route:
 
     @property
     def has_mirror(self) -> bool:
-        """Whether blocks may go the other way round: from two places both ways lead to the other."""
+        """Whether the other direction differs: with two ring ranks, both directions lead to the other."""
         return self.ring_size > 2 and not self.direct
 
     @property
     def turn(self) -> int:
-        """1 if blocks go to higher ring ranks, -1 if they go to lower ones."""
+        """The direction of blocks: 1 to higher ring ranks, -1 to lower."""
         return -1 if self.mirrored else 1
 
     @property
@@ -74,15 +73,15 @@ class Route:
 
     @property
     def span(self) -> int:
-        """Neighbouring ranks over which the ring of a node goes."""
+        """The number of neighbouring ranks that the ring of a node covers."""
         return self.intra if self.outer else self.intra * self.heads
 
     def __str__(self) -> str:
         ring = f"ring of {self.intra}" if self.nodes == 1 else f"double ring of {self.nodes} x {self.intra}"
         ring = f"direct exchange of {self.ring_size}" if self.direct else ring
         ring = f"{ring}, mirrored" if self.mirrored else ring
-        apart = f" ranks, {self.ring_size} apart" if self.outer else ""
-        heads = f", heads over {self.heads}{apart}" if self.heads > 1 else ""
+        spacing = f" ranks, {self.ring_size} apart" if self.outer else ""
+        heads = f", heads over {self.heads}{spacing}" if self.heads > 1 else ""
         return f"{ring}{heads}{'' if self.overlap else ', no overlap'}"
 
 
@@ -97,7 +96,7 @@ PASSES = {
 
 
 def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool = False) -> dict[Kind, int]:
-    """Return the bytes of the messages in a pass, by kind: of all rows of a ring rank, or of a member."""
+    """Return the bytes of a pass's messages by kind, each of all rows of a ring rank, or of a member."""
     h, pass_ = route.heads, Pass(pass_)
     of_queries, several = pass_ == Pass.QUERY, shard.carried[0] < h
     member = shard.of_member(h)
@@ -110,8 +109,8 @@ def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool =
         Pass.QUERY: {Kind.ROTATING_IN: result, Kind.STAYING_OUT: dkv, Kind.ROTATING_OUT: q},
     }
     summed_again = several and not of_queries  # over the members: see `Call.total_dtype`
-    own = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
-    total = gradient // shard.grad_itemsize * own
+    itemsize = shard.grad_itemsize if summed_again else min(shard.itemsize, shard.grad_itemsize)
+    total = gradient // shard.grad_itemsize * itemsize
     return {Kind.DATA: data, Kind.GRADIENT: gradient, Kind.TOTAL: total, **through_heads[pass_]}
 
 
@@ -141,7 +140,7 @@ def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
 
 @cached_on_plan
 def itinerary(plan: Plan, nodes: int, intra: int, turn: int, of_queries: bool) -> Itinerary:
-    """Return the itinerary of the blocks: where on a ring each row is read."""
+    """Return the itinerary of the blocks: the places on the ring that read each row."""
     return Itinerary(plan.reading(of_queries=of_queries), nodes, intra, turn)
 
 
@@ -153,7 +152,7 @@ def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
 
 
 def on_ring(ring_rank: int, route: Route, moves: Moves, hops: Hops[T] = Hops()) -> Program[T]:
-    """Return the program of a ring rank, between ring ranks; `hops` leaves out rows that nobody reads."""
+    """Return the program of a ring rank, between ring ranks; `hops` leaves out rows without a reader."""
     if route.direct:
         return direct(ring_rank, route.ring_size, gradients=moves.gradients, hops=hops)
     return double_ring(
@@ -169,7 +168,7 @@ class Schedule:
     route: Route
     programs: tuple[Program, ...]
     plan: Plan | None = None
-    """Who reads which rows; None: every ring rank reads every row."""
+    """The rows that each ring rank reads; None: every ring rank reads every row."""
     queries_rotate: bool = False
 
     @property
@@ -205,7 +204,7 @@ def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:
 
 
 WHOLE = "whole"
-"""The process group of all ranks, for links that may lead to any of them."""
+"""The process group of all ranks, for links between any two of them."""
 
 Communicator = tuple[str, Kind, tuple[int, ...]]
 """(process group: a link or WHOLE, kind of message, the ranks that share the communicator)."""
@@ -213,7 +212,7 @@ Communicator = tuple[str, Kind, tuple[int, ...]]
 
 @lru_cache(maxsize=4096)
 def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) -> Communicator:
-    """Return the communicator of a rank's messages on a channel: NCCL runs those of each one after another.
+    """Return the communicator of a rank's messages on a channel: NCCL runs messages of one in their order.
 
     Args:
         channel: link and kind of the messages.
@@ -224,7 +223,7 @@ def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) 
     everyone, several_nodes = tuple(range(size)), size > intra_size
     node = everyone[rank - rank % intra_size :][:intra_size]
     if channel.kind == Kind.TOTAL:
-        channel = channel._replace(kind=Kind.GRADIENT)  # it follows them
+        channel = channel._replace(kind=Kind.GRADIENT)  # a total is sent after all gradients
     if channel.link == Link.HEADS:
         group_in_node = not route.outer and intra_size % route.heads == 0
         return Link.HEADS, Kind.DATA, node if group_in_node else everyone

@@ -1,7 +1,7 @@
-"""The functions that patched lines of Megatron call, and groups that are bound anew.
+"""The functions that patched lines of Megatron call, and rebound context-parallel groups.
 
 The patches lie in the folder patches/ of the repository; `burst-mcore patch` writes them into a checkout.
 
 hooks   the functions that patched lines call, and the launcher, too
-groups  context-parallel groups that are bound anew: core attention, layer, model and positions agree
+groups  rebound context-parallel groups, equal in core attention, layer, model and positions
 """

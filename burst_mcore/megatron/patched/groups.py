@@ -1,11 +1,11 @@
-"""Context-parallel groups that are bound anew after a model was built.
+"""Context-parallel groups that are rebound after a model was built.
 
 Megatron-Bridge evaluates at another context-parallel size than it trains at: it binds other groups to the
-modules of a built model. A core attention follows by `Rebindable`. Layer, model and rotary positions must go
-by the same group: Megatron's forwards are wrapped to see to that. The rotary embedding keeps its group and,
-with the length of sequences, Megatron's configuration its size; both follow the model here.
+modules of a built model. Core attention follows by `Rebindable`. Layer, model and rotary positions must use
+the same group: wrappers of Megatron's forwards check this. The rotary embedding stores its group, and
+Megatron's configuration the size; both are updated here.
 
-The wrappers can go when Megatron asks for the group in one place.
+The wrappers can go when Megatron has one place for the group.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from burst_mcore.megatron.layouts import forget_rotary_positions, language_model
 from burst_mcore.wrap import around, wrap
 
 _of_model: Any = None
-"""The group of the language model whose forward runs now."""
+"""The context-parallel group of the running language model."""
 
 
 class Rebindable:
-    """A core attention whose context-parallel group may be bound anew, which is collective over the group."""
+    """A core attention with a rebindable context-parallel group; rebinding is collective over the group."""
 
     layer_number: int
     topology: Topology
     cp_comm_type: str | None
     is_alone = False
-    """Whether the configuration has a context-parallel size of 1 beside a larger group: a vision tower's."""
+    """Whether the configured context-parallel size is 1 though the group is larger (vision towers)."""
     _cp_group: Any = None
     _pg_collection: Any = None
 
     @abstractmethod
     def use_group(self, group: Any, cp_comm_type: str | None, levels: Any = None) -> None:
-        """Attend over `group`; None is this rank alone. levels: hierarchical groups of it, if there are."""
+        """Attend over `group`; None: this rank alone. levels: the hierarchical groups, if any."""
 
     @property
     def cp_group(self) -> Any:
-        """The context-parallel group that attention goes by."""
+        """The context-parallel group of attention."""
         return self._cp_group
 
     @cp_group.setter
@@ -56,7 +56,7 @@ class Rebindable:
 
     @property
     def pg_collection(self) -> Any:
-        """Megatron's process groups of the layer, of which `cp` and `hcp` are read."""
+        """Megatron's process groups of the layer; `cp` and `hcp` are used."""
         return self._pg_collection
 
     @pg_collection.setter
@@ -68,16 +68,16 @@ class Rebindable:
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: Any = None
     ) -> None:
-        """Attend over another group from now on, as by TransformerEngine's method of this name.
+        """Attend over another group from now on, like TransformerEngine's method of this name.
 
         Args:
             cp_group: None for this rank alone.
             cp_global_ranks: of the group, in its order; checked if given.
-            cp_stream: not used: messages have streams of their own.
-            cp_comm_type: as --cp-comm-type; None: as before.
+            cp_stream: unused: messages have their own streams.
+            cp_comm_type: as --cp-comm-type; None: unchanged.
 
         Raises:
-            ValueError: ranks that are not those of the group, a list of groups, or as the constructor.
+            ValueError: ranks other than the group's, a list of groups, or as the constructor.
         """
         if isinstance(cp_group, list | tuple):
             raise ValueError(
@@ -93,7 +93,7 @@ class Rebindable:
 
 
 def follow_groups() -> None:
-    """Have Megatron's attention modules and language models go by the groups that they are bound to."""
+    """Wrap Megatron's attention modules and language models to use the groups that they are bound to."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
@@ -111,19 +111,19 @@ _signature = cache(inspect.signature)
 
 
 def has_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Return whether a call of a layer's function brings an inference context."""
+    """Return whether a call of a layer's function has an inference context."""
     arguments = _signature(forward).bind(*args, **kwargs).arguments
     return any(arguments.get(name) is not None for name in ("inference_context", "inference_params"))
 
 
 @around
 def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the forward of an attention module: its core attention, and its model, must have its group."""
+    """Wrap the forward of an attention module: core attention and model must have the same group."""
     core, group = getattr(self, "core_attention", None), _group_of(self)
     if not isinstance(core, Rebindable):
         return forward(self, *args, **kwargs)
     if core.topology.size > 1 and has_cache(forward, self, *args, **kwargs):
-        raise ValueError(  # core attention sees the keys alone: those of a prompt look like a shard
+        raise ValueError(  # core attention sees only keys: a prompt's keys look like a shard
             f"layer {core.layer_number}: burst attention does not generate with a cache under context "
             f"parallelism: generate at --context-parallel-size 1"
         )
@@ -149,7 +149,7 @@ def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 
 @around
 def _of_its_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the forward of a language model: with burst attention, its positions go by the model's group."""
+    """Wrap the forward of a language model: with burst attention, positions use the model's group."""
     global _of_model
     group, outer = _group_of(self), _of_model
     is_new = group is not None and _is_bound_anew(self, group)
@@ -167,7 +167,10 @@ def _of_its_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 
 @around
 def _of_the_group_as_built(build: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap what overlaps experts' messages, whose positions are made outside of forward, by the old group."""
+    """Wrap the schedule that overlaps experts' messages: it computes positions outside of forward.
+
+    So a rebound group, which these positions would not follow, raises.
+    """
     group = _group_of(self)
     if group is not None and _is_bound_anew(self, group):
         raise ValueError(
@@ -178,7 +181,7 @@ def _of_the_group_as_built(build: Callable[..., Any], self: Any, *args: Any, **k
 
 
 def _is_bound_anew(model: Any, group: Any) -> bool:
-    """Return whether a model with burst attention has another group than its positions or configuration."""
+    """Return whether a model's group, with burst attention, differs from its positions' or config's."""
     rope = getattr(model, "rotary_pos_emb", None)
     is_as_built = getattr(rope, "cp_group", group) is group
     if is_as_built and model.config.context_parallel_size == group.size():
@@ -190,22 +193,22 @@ def _is_bound_anew(model: Any, group: Any) -> bool:
 def _of_the_group_of_its_constructor(
     forward: Callable[..., Any], self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
 ) -> Any:
-    """Wrap the forward of Mamba and gated delta net, which keep the ranks that they were built for.
+    """Wrap the forward of Mamba and gated delta net, which keep the group of their constructor.
 
-    Mamba tells documents apart by `seq_idx`, which Megatron-Core from 0.17 on makes of `total_tokens` alone.
+    Mamba separates documents by `seq_idx`, which Megatron-Core from 0.17 on derives only from `total_tokens`.
     """
-    kept, params = getattr(self, "cp", None) or self, packed_seq_params
-    group = getattr(kept, "cp_group", None) or _group_of(self)
-    size = getattr(kept, "cp_size", group.size())
+    owner, params = getattr(self, "cp", None) or self, packed_seq_params
+    group = getattr(owner, "cp_group", None) or _group_of(self)
+    size = getattr(owner, "cp_size", group.size())
     of_call = getattr(params, "local_cp_size", None) is not None
-    asked = params.cp_group if of_call else _of_model or group
-    if _ranks(asked) != _ranks(group) or len(_ranks(asked)) != size:
+    target = params.cp_group if of_call else _of_model or group
+    if _ranks(target) != _ranks(group) or len(_ranks(target)) != size:
         raise ValueError(
             f"{type(self).__name__} keeps the context-parallel group of its constructor, of size {size}, but "
-            f"the {'call' if of_call else 'model'} has ranks {_ranks(asked)}: keep the group of such a model"
+            f"the {'call' if of_call else 'model'} has ranks {_ranks(target)}: keep the group of such a model"
         )
     packed = getattr(params, "qkv_format", None) == "thd"
-    if packed and kept is not self and getattr(params, "seq_idx", params) is None:
+    if packed and owner is not self and getattr(params, "seq_idx", params) is None:
         raise ValueError(
             f"{type(self).__name__} tells packed documents apart by seq_idx, which packed_seq_params lack: "
             "give PackedSeqParams their total_tokens"
@@ -215,7 +218,7 @@ def _of_the_group_of_its_constructor(
 
 @contextmanager
 def _going_by(owner: Any, group: Any) -> Iterator[None]:
-    """Have rotary positions and, for a while, the configuration of a module agree with its group."""
+    """Set the group of rotary positions and, within the context, the size in a module's configuration."""
     rope: Any = getattr(owner, "rotary_pos_emb", None)
     config = owner.config
     if getattr(rope, "cp_group", group) is not group:

@@ -1,4 +1,4 @@
-"""Functions that patched lines of Megatron call (see the folder patches/), and the launcher, too.
+"""Functions for patched lines of Megatron (see the folder patches/) and for the launcher.
 
 Their names are a contract with patched checkouts: keep them.
 """
@@ -19,7 +19,7 @@ EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "
 
 
 def __getattr__(name: str) -> Any:
-    """Hand out `with_burst_attention`, whose module imports Megatron's layers."""
+    """Import `with_burst_attention` lazily: its module imports Megatron's layers."""
     if name != "with_burst_attention":
         raise AttributeError(name)
     from burst_mcore.megatron.spec import with_burst_attention
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
-    """Let Megatron checkpoint every layer, unless a flag says what to checkpoint."""
+    """Let Megatron checkpoint every layer, unless a flag chooses the layers."""
     if arguments.recompute_granularity is None and not arguments.recompute_activations:
         vars(arguments).update({name: x for name, x in EVERY_LAYER.items() if vars(arguments)[name] is None})
 
@@ -44,7 +44,7 @@ def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
 def use_options(arguments: argparse.Namespace) -> None:
     """Check the options of burst attention, and put layout, recompute policy and read-ahead in effect.
 
-    Refused options end this process with one line and exit status 2, see `refuse`.
+    Illegal options end this process with one line and exit status 2, see `refuse`.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.training import training
@@ -64,7 +64,7 @@ def use_options(arguments: argparse.Namespace) -> None:
         if model.__name__ == "HybridModel" and uses_burst(arguments):  # from 0.19 on
             wrap(model, "__init__", _of_local_modules)
     policy = recompute_policy(arguments)
-    if policy != Full():  # Megatron's own, or that of a script which called use_recompute itself
+    if policy != Full():  # else keep Megatron's, or the policy of a script's own use_recompute
         use_recompute(policy)
     if getattr(arguments, "burst_fused_loss", False):
         for model in language_models():
@@ -77,7 +77,7 @@ def use_options(arguments: argparse.Namespace) -> None:
 def _of_local_modules(
     init: Callable[..., None], self: Any, config: Any, hybrid_stack_spec: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap HybridModel's constructor: scripts take TransformerEngine's modules, whatever the flags say."""
+    """Wrap HybridModel's constructor: scripts use TransformerEngine's modules, whatever the flags are."""
     from megatron.core.models.hybrid import hybrid_layer_specs
 
     from burst_mcore.megatron import spec
@@ -96,7 +96,7 @@ def _fused(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> N
 
 @around
 def _served_alone(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of all language models: a loss that the class would not fuse is refused."""
+    """Wrap the constructor of all language models: a class without a fused loss raises."""
     if not _fuses(self):
         raise ValueError(f"--burst-fused-loss serves GPTModel and HybridModel, not {type(self).__name__}")
     init(self, *args, **kwargs)
@@ -125,7 +125,7 @@ def planned_ahead(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def refuse_lost_flags(argv: Sequence[str]) -> None:
-    """Refuse our flags where something else of the command line overrides them."""
+    """Raise an error if another flag of the command line overrides ours."""
     ours = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
     if ours and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
         refuse(f"--yaml-cfg replaces the command line, and {ours[0]} with it: give flags alone")
@@ -139,8 +139,8 @@ def refuse_lost_flags(argv: Sequence[str]) -> None:
 def refuse(reason: str) -> NoReturn:
     """End this process with one line and exit status 2.
 
-    Other ranks than 0 wait a while before theirs: torchrun ends all ranks as soon as one has ended, and
-    rank 0 may be slower. A rank that refuses alone, by flags of its node or by its stage, tells its reason.
+    Other ranks than 0 wait before they exit: torchrun ends all ranks after the first exit, and rank 0 may be
+    slower. They print their reason, too, since flags of a node or a pipeline stage may concern one rank.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":

@@ -22,12 +22,12 @@ __all__ = ["LARGEST", "PRESETS", "ArgumentParser", "Mixer", "Model", "from_confi
 
 
 def model_of(text: str) -> tuple[Model, dict[str, Any]]:
-    """Return a model, and what Megatron's arguments give besides: "tp", "pp", "cp", "ep", "seq" and "batch".
+    """Return a model, and other settings in Megatron's arguments: "tp", "pp", "cp", "ep", "seq" and "batch".
 
     text: a preset by any of its names, a folder with config.json, or Megatron's arguments.
 
     Raises:
-        ValueError: none of these, or sizes that are not legal.
+        ValueError: an unknown model, or illegal sizes.
     """
     if text in PRESETS:
         return PRESETS[text], {}

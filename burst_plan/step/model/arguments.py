@@ -1,4 +1,4 @@
-"""The model that arguments of Megatron describe, and the degrees of parallelism among them."""
+"""The model that Megatron's arguments describe, and their degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def of_arguments(text: str) -> tuple[Model, dict[str, Any]]:
-    """Return the model of Megatron's arguments; flags that say nothing of sizes are left out."""
+    """Return the model of Megatron's arguments; flags without sizes are ignored."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("num-layers", "hidden-size", "num-attention-heads"):
         parser.add_argument(f"--{flag}", type=int, required=True)
@@ -77,7 +77,7 @@ def _words(text: str) -> list[str]:
 
 
 def _check(a: argparse.Namespace) -> None:
-    """Refuse arguments that are missing, not legal, or contradict each other. Raises ValueError."""
+    """Check for arguments that are missing, illegal or contradictory. Raises ValueError."""
     if a.vocab_size is None and a.padded_vocab_size is None:
         raise ValueError("Megatron's arguments name no --vocab-size: the size of the LM head is unknown")
     if a.hybrid_layer_pattern is not None:
@@ -148,4 +148,4 @@ OPTIONAL: dict[str, int | None] = {
     "qk-pos-emb-head-dim": 64,
     "v-head-dim": 128,
 }
-"""Flags of Megatron that tell sizes or degrees, and its defaults."""
+"""Flags of Megatron with sizes or degrees, and its defaults."""

@@ -1,4 +1,4 @@
-"""The model that a config.json of Hugging Face describes, if it is a decoder whose layers are predicted."""
+"""The model that a config.json of Hugging Face describes, if it is a supported decoder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TABLES = json.loads(files("burst_plan.step.model").joinpath("families.json").re
 OTHER_NAMES: dict[str, list[str]] = _TABLES["names"]
 """Names of the same sizes in other families, such as GPT-2's."""
 FAMILIES: dict[str, dict[str, Any]] = _TABLES["defaults"]
-"""By model_type: defaults of transformers that a config.json leaves out, and what none says: norms of heads,
+"""By model_type: defaults of transformers for missing keys, and facts that no key states: norms of heads,
 gates, and the mixer of a hybrid model."""
 MIXERS: dict[str, list[str]] = _TABLES["mixers"]
-"""By mixer, the names of its sizes."""
+"""The names of its sizes, by mixer."""
 ATTENTION = ("full_attention", "sliding_attention", "attention", "hybrid")
 MIXING = ("linear_attention", "mamba", "conv", "recurrent", "hybrid")
 """In a hybrid layer attention and a recurrence stand side by side."""
@@ -27,11 +27,11 @@ ALONE = ("mlp", "moe")
 """Layers without a mixer, in models whose other layers have no MLP."""
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
 OTHER_LAYERS = ("mamba_", "ssm_", "linear_", "conv", "lru_", "attn_layer_", "attn_type_", "attention_chunk_")
-"""How names begin that only models with layers of other kinds have."""
+"""Prefixes of names that only models with other kinds of layers have."""
 
 
 def of_file(path: Path) -> Model:
-    """Return the model of a file. Raises ValueError for a file that cannot be read or is no such decoder."""
+    """Return the model of a file. Raises ValueError for an unreadable file or an unsupported model."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict) or not isinstance(config.get("text_config") or {}, dict):
@@ -45,13 +45,13 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
     """Return the model of a Hugging Face configuration.
 
     Raises:
-        ValueError: a size that is missing or not legal, or layers that are not predicted.
+        ValueError: a size that is missing or illegal, or unsupported layers.
     """
     kind = str(config.get("model_type", ""))
-    own = FAMILIES.get(kind, {})
-    made, config = config, {**own, **_named(config, own.get("names", {}))}
+    family = FAMILIES.get(kind, {})
+    sizes, config = config, {**family, **_named(config, family.get("names", {}))}
     kinds = _kinds(config)
-    _refuse_others(made, kinds, "mixer" in config)
+    _refuse_others(sizes, kinds, "mixer" in config)
     kinds = [part for kind in kinds for part in config.get("stands_for", {}).get(kind, [kind])]
     hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     latent = config.get("kv_lora_rank") or 0
@@ -96,7 +96,7 @@ def from_config(config: Mapping[str, Any], name: str) -> Model:
 
 
 def _shared(config: Mapping[str, Any], attending: int) -> dict[str, int]:
-    """Return the sizes of attention with its MLP that layers share in turn, as Zamba's; none of others."""
+    """Return the sizes of attention and MLP that layers share in turn, as in Zamba; {} for other models."""
     if "stands_for" not in config:
         return {}
     hidden, wide = (_size(config, name) for name in ("hidden_size", "attention_hidden_size"))
@@ -111,12 +111,12 @@ def _shared(config: Mapping[str, Any], attending: int) -> dict[str, int]:
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of each layer; [] if a configuration that is not hybrid names none: all attend."""
+    """Return the kind of each layer; [] if a configuration that is not hybrid names no kinds: all attend."""
     layers = config.get("num_hidden_layers") or 0
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if not kinds and (pattern := config.get("hybrid_override_pattern")):
         kinds = [LETTERS.get(letter, letter) for letter in pattern]
-    if not kinds and (blocks := config.get("block_types")):  # again and again
+    if not kinds and (blocks := config.get("block_types")):  # a pattern that repeats
         kinds = [blocks[i % len(blocks)] for i in range(layers)]
     if kinds:
         return [str(kind) for kind in kinds]
@@ -143,34 +143,34 @@ def _mixer(config: Mapping[str, Any], layers: int) -> Mixer:
 
 
 def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool) -> None:
-    """Refuse a model that is no decoder, or has layers that are not known. Raises ValueError."""
+    """Check that a model is a decoder with supported layers only. Raises ValueError."""
     if config.get("is_encoder_decoder"):
         raise ValueError("it is an encoder and a decoder")
-    if any(str(made).endswith("ForMaskedLM") for made in config.get("architectures") or ()):
+    if any(str(architecture).endswith("ForMaskedLM") for architecture in config.get("architectures") or ()):
         raise ValueError(f"{', '.join(config['architectures'])} sees tokens on both sides")
-    known = {*ATTENTION, *MIXING, *ALONE} if hybrid else {*ATTENTION} - {*MIXING}
-    odd = sorted({*kinds} - known)
-    odd += [name for name, value in config.items() if value and name.startswith(OTHER_LAYERS) and not hybrid]
-    if odd:
-        hybrids = ", ".join(family for family, own in FAMILIES.items() if "mixer" in own)
+    supported = {*ATTENTION, *MIXING, *ALONE} if hybrid else {*ATTENTION} - {*MIXING}
+    rest = sorted({*kinds} - supported)
+    rest += [name for name, value in config.items() if value and name.startswith(OTHER_LAYERS) and not hybrid]
+    if rest:
+        hybrids = ", ".join(family for family, defaults in FAMILIES.items() if "mixer" in defaults)
         raise ValueError(
             "layers other than attention over all tokens or a window, and the recurrences or convolutions "
-            f"of {hybrids}, are not predicted: {odd[0]}"
+            f"of {hybrids}, are not predicted: {rest[0]}"
         )
     if kinds and config.get("num_hidden_layers") not in (None, len(kinds)):
         raise ValueError(f"it names the kinds of {len(kinds)} layers, and has {config['num_hidden_layers']}")
 
 
 def _named(config: Mapping[str, Any], own: dict[str, list[str]]) -> dict[str, Any]:
-    """Return a configuration with the usual names of sizes beside those of its family, and its `own`."""
-    named = dict(config)
-    named["mamba_inner"] = (config.get("mamba_expand") or 0) * (config.get("hidden_size") or 0)
+    """Return a configuration with the usual names of sizes next to its family's, and its `own`."""
+    sizes_by_name = dict(config)
+    sizes_by_name["mamba_inner"] = (config.get("mamba_expand") or 0) * (config.get("hidden_size") or 0)
     for usual, others in (OTHER_NAMES | own).items():
         sizes = [config[name] for name in (usual, *others) if config.get(name) is not None]
-        named |= {usual: sizes[0]} if sizes else {}
-    for name, size in (config.get("linear_attn_config") or {}).items():  # Kimi's own file
-        named[f"linear_{name.removeprefix('short_').replace('kernel_size', 'kernel_dim')}"] = size
-    return named
+        sizes_by_name |= {usual: sizes[0]} if sizes else {}
+    for name, size in (config.get("linear_attn_config") or {}).items():  # Kimi's file
+        sizes_by_name[f"linear_{name.removeprefix('short_').replace('kernel_size', 'kernel_dim')}"] = size
+    return sizes_by_name
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:
@@ -189,7 +189,7 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _width(config: Mapping[str, Any], experts: bool) -> int:
-    """Return the width of a dense MLP, as some families change or name it."""
+    """Return the width of a dense MLP, under the names and rules of some families."""
     width: int = config.get("intermediate_size") or 4 * _size(config, "hidden_size")
     if not experts:
         width = config.get("shared_intermediate_size") or width
@@ -201,20 +201,20 @@ def _width(config: Mapping[str, Any], experts: bool) -> int:
 
 
 def _windowed(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
-    """Return how many of the layers with attention see a window of tokens alone."""
+    """Return the number of attention layers with a window."""
     if not config.get("sliding_window") or config.get("use_sliding_window") is False:
         return 0
     if config.get("layer_types"):
         return kinds.count("sliding_attention")
     every: int = config.get("sliding_window_pattern") or 0
-    if every:  # one layer of so many sees all
+    if every:  # one layer of so many has no window
         return layers - layers // every
     whole: int = config.get("max_window_layers") or 0
     return layers - whole
 
 
 def _experts(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> dict[str, int]:
-    """Return the sizes of experts; none of a dense model. Raises ValueError for experts of unknown names."""
+    """Return the sizes of experts; {} for a dense model. Raises ValueError for experts of unknown names."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((config[key] for key in names if config.get(key)), 0)
     if "mlp" in kinds and "moe" not in kinds:
@@ -236,13 +236,13 @@ def _experts(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> di
 
 
 def _dense(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> int:
-    """Return how many layers of a model with experts have none."""
+    """Return the number of dense layers in a model with experts."""
     if "moe" in kinds:
         return layers - kinds.count("moe")
-    if named := config.get("mlp_layer_types"):
-        return int(named.count("dense"))
+    if types := config.get("mlp_layer_types"):
+        return int(types.count("dense"))
     every = config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1
     first, dense = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
-    # Qwen counts layers from 1 where it takes every n-th, DeepSeek from 0, Jamba from an offset.
+    # Qwen counts layers from 1, if it takes every n-th, DeepSeek from 0, Jamba from an offset.
     begin = 1 if config.get("decoder_sparse_step") else -config.get("expert_layer_offset", 0)
     return sum(i < first or i in dense or (i + begin) % every > 0 for i in range(layers))

@@ -1,7 +1,7 @@
 """Layers that mix tokens by a recurrence, by a short convolution, or by both: sizes, work and bytes.
 
-Multiply-adds of a kernel are those of its products: within chunks, and with the state of each chunk. Bytes
-follow from what the kernels of fla, mamba-ssm and causal-conv1d save for backward. No GPU has counted them.
+Multiply-adds of a kernel are its products': within chunks, and with the state of each chunk. Bytes
+follow from the tensors that fla, mamba-ssm and causal-conv1d save for backward. No GPU has counted them.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ CHUNK = 64
 
 
 class RecurrenceSizes(NamedTuple):
-    """The recurrence of a layer; work and bytes are those of a token."""
+    """The recurrence of a layer; work and bytes are per token."""
 
     kernel: int = 0
-    """Multiply-adds of a run of the kernel."""
+    """Multiply-adds of a kernel call."""
     state: int = 0
-    """Numbers of a state."""
+    """Elements of a state."""
     decay: int = 0
-    """Numbers of A."""
+    """Elements of A."""
     run: int = 0
-    """Numbers in 16 bits that each run keeps for backward."""
+    """Elements in 16 bits that each call saves for backward."""
     maps: int = 0
-    """Multiply-adds of the run that makes A, where A is a matrix."""
+    """Multiply-adds of the call that makes A, if A is a matrix."""
     doubled: int = 0
-    """Numbers in 16 bits that a doubling moves, of a run by doublings: log2 of its tokens."""
+    """Elements in 16 bits that a doubling moves, in a scan by doublings: log2 of its tokens."""
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """Layers of one kind; all numbers are of a layer."""
+    """Layers of one kind; all numbers are for one layer."""
 
     matrices: int
     """Parameters that multiply a token."""
     others: int
     """Other parameters: of the convolution, of norms, decays and biases."""
     kept: int
-    """Numbers in 16 bits of a token that wait for backward around the kernel."""
+    """Elements in 16 bits per token that are saved around the kernel for backward."""
     channels: int = 0
     width: int = 0
-    """Tokens that the convolution of the channels reads, its own included; 0: no convolution."""
+    """Tokens in the window of the channels' convolution, with the current token; 0: no convolution."""
     recurrence: RecurrenceSizes = field(default_factory=RecurrenceSizes)
     kind: str = ""
     layers: int = 0
 
     @property
     def multiplied(self) -> int:
-        """Multiply-adds of a token: of matrices, convolution and kernel, none of them done twice."""
+        """Multiply-adds per token, without recomputation: of matrices, convolution and kernel."""
         return self.matrices + self.width * self.channels + self.recurrence.kernel
 
 
 NONE = Mixer(0, 0, 0)
-"""That of models whose layers all attend."""
+"""The mixer of models whose layers all attend."""
 
 
 def _delta(heads: int, key_dim: int, value_dim: int, run: int) -> RecurrenceSizes:
@@ -71,12 +71,12 @@ def _gated_delta(hidden: int, keys: int, heads: int, key_dim: int, value_dim: in
     run = 2 * k + v + heads * CHUNK  # normalised queries and keys, output, the inverse within chunks
     matrices = hidden * (2 * k + 3 * v + 2 * heads)
     others = width * (2 * k + v) + 2 * heads + value_dim
-    kept = 2 * (2 * k + v) + 2 * v  # input and result of the convolution, gate, result of the norm
-    return Mixer(matrices, others, kept, 2 * k + v, width, _delta(heads, key_dim, value_dim, run))
+    saved_elements = 2 * (2 * k + v) + 2 * v  # input and result of the convolution, gate, result of the norm
+    return Mixer(matrices, others, saved_elements, 2 * k + v, width, _delta(heads, key_dim, value_dim, run))
 
 
 def _kimi_delta(hidden: int, heads: int, dim: int, width: int, full: bool) -> Mixer:
-    """Kimi Linear and Bailing, whose decays are of each row; full: whether gates are of full rank."""
+    """Kimi Linear and Bailing, with decays of each row; full: whether gates are of full rank."""
     inner = heads * dim
     run = 5 * inner + 2 * heads * CHUNK  # as above, with decays in 32 bits and two matrices
     gates = hidden * inner if full else dim * (hidden + inner)
@@ -91,7 +91,7 @@ def _mamba2(
 ) -> Mixer:  # fmt: skip
     """Nemotron-H, Granite 4, Bamba, Falcon-H1, Zamba 2; groups: of B and C, bias: of the convolution.
 
-    biases: of the matrices, norm: whether outputs have one.
+    biases: of the matrices, norm: whether outputs have a norm.
     """
     inner, channels = heads * dim, heads * dim + 2 * groups * columns
     matrices = hidden * (2 * inner + channels + heads)
@@ -107,21 +107,21 @@ def _mamba1(
 ) -> Mixer:
     """Mamba, Falcon Mamba, Jamba, Zamba; columns: of a state, rank: of the steps, norm: of steps, B and C.
 
-    A run takes 9 FLOPs of each number of the state (state-spaces/mamba#110), on copies in float32.
+    A call takes 9 FLOPs per element of the state (state-spaces/mamba#110), on copies in float32.
     """
-    made = rank + 2 * columns
-    others = inner * (width + bias + columns + 2) + norm * made + biases * (hidden + 2 * inner)
+    products = rank + 2 * columns
+    others = inner * (width + bias + columns + 2) + norm * products + biases * (hidden + 2 * inner)
     run = 7 * inner + 4 * columns  # u, steps before and behind softplus, B and C in 32 bits; output
     recurrence = RecurrenceSizes(9 * inner * columns // 2, inner * columns, inner * columns, run)
-    matrices = inner * (3 * hidden + rank + made)
+    matrices = inner * (3 * hidden + rank + products)
     # Input and result of the convolution, steps, gate, its SiLU, the gated output; the product of steps, B, C
-    return Mixer(matrices, others, 6 * inner + made, inner, width, recurrence)
+    return Mixer(matrices, others, 6 * inner + products, inner, width, recurrence)
 
 
 def _lightning(hidden: int, heads: int, dim: int) -> Mixer:
-    """MiniMax, by `linear_attention`: four float32 matrices within each chunk of 256 are kept, of a head.
+    """MiniMax, by `linear_attention`: it keeps four float32 matrices per head for each chunk of 256.
 
-    In float32 are also q, k, v, a product of gates with q and one with k, and the state before a chunk.
+    Also in float32 are q, k, v, a product of gates with q, a product with k, and the state before a chunk.
     """
     inner, chunk = heads * dim, 256
     run = 11 * inner + heads * (8 * chunk + 2 * dim**2 // chunk)
@@ -142,7 +142,7 @@ def _linear_unit(hidden: int, heads: int, width: int, inner: int) -> Mixer:
 
 
 def _convolution(hidden: int, width: int, bias: bool) -> Mixer:
-    """LFM2; kept are three products, the first gated, the convolution's result, and that gated."""
+    """LFM2; saved are three products, the first gated, the convolution's result, and its gated result."""
     return Mixer(4 * hidden**2, hidden * (width + 5 * bias), 6 * hidden, hidden, width)
 
 
@@ -155,4 +155,4 @@ BUILD: dict[str, Callable[..., Mixer]] = {
     "linear unit": _linear_unit,
     "short convolution": _convolution,
 }
-"""By kind, what makes its mixer of the sizes that families.json names."""
+"""The function that makes a mixer from the sizes in families.json, by kind."""

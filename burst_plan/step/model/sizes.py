@@ -8,12 +8,12 @@ from burst_plan.machines import HEAD_DIMS
 from burst_plan.step.model.mixers import NONE, Mixer
 
 LARGEST = 2**31
-"""The largest size of a model."""
+"""The largest legal size of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder's sizes. Raises ValueError for a size that is not legal."""
+    """A decoder's sizes. Raises ValueError for an illegal size."""
 
     name: str = "model"
     layers: int
@@ -21,7 +21,7 @@ class Model:
     heads: int
     kv_heads: int
     head_dim: int
-    """Of queries and keys."""
+    """Head dim of queries and keys."""
     value_dim: int
     ffn: int
     """Width of a dense MLP."""
@@ -33,7 +33,7 @@ class Model:
     experts: int = 0
     """Routed experts of a layer; 0 for a dense model."""
     active: int = 0
-    """Routed experts that serve a token."""
+    """Routed experts per token."""
     expert_ffn: int = 0
     shared_ffn: int = 0
     """Width of all shared experts together."""
@@ -50,26 +50,26 @@ class Model:
     qk_norm: bool = False
     """Whether each head of queries and of keys has a norm."""
     window: int = 0
-    """Tokens that some layers see back, themselves included; 0: no layer has a window."""
+    """Window of some layers in tokens, with the current token; 0: no layer has a window."""
     windowed: int = 0
     """Layers with this window."""
     gates: int = 0
-    """Gates of attention's result, of a head: 1, or one of each number; 0: none."""
+    """Gates of attention's output per head: 1, or the head dim; 0: none."""
     sandwich: bool = False
-    """Whether a norm is behind each mixer and each MLP, too."""
+    """Whether a norm also follows each mixer and each MLP."""
     biases: int = 0
-    """Parameters of biases around attention and in MLPs, where the family's are counted."""
+    """Parameters of biases around attention and in MLPs, in families whose biases are counted."""
     copies: int = 0
     """Copies of attention with its MLP, if layers share them in turn (Zamba); 0: each layer has its own."""
     wider: int = 0
-    """Columns that attention reads besides those of the hidden states."""
+    """Columns that attention reads in addition to the hidden states."""
     beside: int = 0
-    """Parameters that a layer has for itself where attention is shared."""
+    """Parameters of each layer alone, if attention is shared."""
     without_attention: int = 0
     without_mlp: int = 0
-    """Layers without an MLP; those with one have neither attention nor a mixer then."""
+    """Layers without an MLP; layers with an MLP have neither attention nor a mixer then."""
     mixer: Mixer = NONE
-    """Layers with a recurrence or a short convolution, in the place of attention or beside it."""
+    """Layers with a recurrence or a short convolution, instead of attention or in parallel with it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -141,14 +141,14 @@ class Model:
 
     @property
     def mlp_active(self) -> int:
-        """Parameters of the MLPs that serve a token, of all layers."""
+        """Parameters of the MLPs that a token passes, of all layers."""
         dense = (self.layers - self.sparse_layers - self.without_mlp) * self.mlp(self.ffn)
         each = self.active * self.mlp(self.expert_ffn) + self.mlp(self.shared_ffn)
         return dense + self.sparse_layers * (each + self.hidden * (self.experts + self.shared_gate))
 
     @property
     def mlp_first(self) -> float:
-        """Those of `mlp_active` that multiply the input of an MLP."""
+        """The parameters of `mlp_active` that multiply the input of an MLP."""
         return self.mlp_active * (2 / 3 if self.gated else 1 / 2)
 
     @property
@@ -166,22 +166,22 @@ class Model:
         embeddings = self.head * (1 if self.tied else 2)
         others = self.mixer.layers * self.mixer.others + self.biases
         block = self.projections - self.beside + self.mlp(self.ffn) + 2 * self.hidden + self.wider
-        shared = block * (self.attending - self.copies) * (self.copies > 0)
-        return self.mixing + self.mlp_active + idle + norms + embeddings + others - shared
+        copies = block * (self.attending - self.copies) * (self.copies > 0)
+        return self.mixing + self.mlp_active + idle + norms + embeddings + others - copies
 
     @property
     def width(self) -> int:
-        """Columns of the MLPs that a token meets in the widest layer."""
+        """Columns of the MLPs that a token passes in the widest layer."""
         return max(self.ffn if self.dense_layers or not self.experts else 0,
                    self.active * self.expert_ffn + self.shared_ffn)  # fmt: skip
 
     def mask(self, seq: int) -> str:
-        """Return the mask of its layers in words: a window where each has one, else causal."""
+        """Return the mask of its layers as an expression: a window if every layer has it, else causal."""
         whole = self.windowed == self.attending and 0 < self.window < seq
         return f"window:{self.window}" if whole else "causal"
 
     def flops(self, keys: float) -> float:
-        """Return the FLOPs of a token in training, none recomputed; keys: it attends to, on average."""
+        """Return the FLOPs of a token in training, without recomputation; keys: its mean number of keys."""
         pairs = self.attending * self.heads * (self.head_dim + self.value_dim) * keys
         mixed = self.mixer.layers * self.mixer.multiplied
         return 6.0 * (self.attending * self.projections + self.mlp_active + self.head + pairs + mixed)
