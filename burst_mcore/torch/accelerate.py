@@ -43,6 +43,7 @@ def replace_context_parallel(
     config: BurstConfig | Mapping[str, Any] | None = None,
     loss: str = "fused",
     checkpointing: Policy | str = "none",
+    towers: str = "shared",
 ) -> None:
     """Make Accelerate and the Trainer use BurstAttention where cp_size asks for torch's context parallelism.
 
@@ -50,13 +51,13 @@ def replace_context_parallel(
     unchanged script. A second call replaces the options; `restore_context_parallel` takes it back.
 
     Args:
-        config, loss, checkpointing: as `parallelize` has them.
+        config, loss, checkpointing, towers: as `parallelize` has them.
 
     Raises:
         RefusedError: one of them is not legal.
     """
-    options_of(config, loss, checkpointing)
-    _options.update(config=config, loss=loss, checkpointing=checkpointing)
+    options_of(config, loss, checkpointing, towers)
+    _options.update(config=config, loss=loss, checkpointing=checkpointing, towers=towers)
     for place in _places():
         _replaced.replace(*place)
 

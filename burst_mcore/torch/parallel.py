@@ -27,7 +27,7 @@ from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differ
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
 from burst_mcore.transformers.models.served import is_of_transformers
-from burst_mcore.transformers.prepare import SEQUENCE, fingerprint, prepare_model
+from burst_mcore.transformers.prepare import SEQUENCE, TOWERS, fingerprint, prepare_model
 from burst_mcore.wrap import while_set
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ def parallelize(
     loss: str = "fused",
     checkpointing: Policy | str = "none",
     reduction: str = "auto",
+    towers: str = "shared",
 ) -> ContextParallel:
     """Prepare a model, in place, to train over sequences that are sharded over the ranks of a mesh dim.
 
@@ -67,15 +68,20 @@ def parallelize(
         checkpointing: "none" leaves layers as they are set; "full", "attention", "segment", or a policy.
         reduction: how gradients are reduced over cp. "auto" follows from fully_shard or DDP; "mean" and "sum"
             are for callers who reduce gradients themselves.
+        towers: of vision-language models. "shared" gives whole images out over the group; "whole" has every
+            rank make the features of all images.
 
     Raises:
         RefusedError: on all ranks, what cannot be served, by its name.
     """
-    group, settings, policy = on_all_ranks(lambda: _read(model, mesh, config, loss, checkpointing, reduction))
-    refuse_differences("configuration", (group.size(), settings, loss, policy, reduction))
+    group, settings, policy = on_all_ranks(
+        lambda: _read(model, mesh, config, loss, checkpointing, reduction, towers)
+    )
+    refuse_differences("configuration", (group.size(), settings, loss, policy, reduction, towers))
     if is_of_transformers(model):
         fused = loss == "fused"
-        sequence = prepare_model(model, group=group, config=settings, fused_loss=fused, recompute=policy)
+        how: dict[str, Any] = {"fused_loss": fused, "recompute": policy, "towers": towers}
+        sequence = prepare_model(model, group=group, config=settings, **how)
         sequence.factor = factor = Reduction(model, group, reduction)
         return ContextParallel(model, group, sequence.topology, settings, factor, sequence.sharding)
     refuse_differences("model", fingerprint(model))
@@ -106,13 +112,14 @@ class ContextParallel:
         """Return this rank's part of a whole batch, which every rank of the group gives. Collective.
 
         Labels are shifted here, as shift_labels; positions, and what else has one entry for each token, are
-        sharded by the same index. Documents are what cu_seqlens or restarting position_ids say.
+        sharded by the same index. Documents are what cu_seqlens or restarting position_ids say. A model with
+        towers shards batches itself: for it the whole batch comes back.
 
         Raises:
             RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
         """
         whole = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        return self._at("cp.shard", lambda: shard_of_whole_batch(whole, self._sharding, self.group))
+        return self._at("cp.shard", lambda: shard_of_whole_batch(whole, self._sharding, self.group)[0])
 
     def _at(self, place: str, do: Callable[[], T]) -> T:
         """Return `do()`, to which all ranks of a sequence come, and which fails on all of them or on none.
@@ -195,6 +202,8 @@ class ContextParallel:
 
     def _labels(self, model: nn.Module, batch: Mapping[str, Any], temperature: Tensor | float) -> Tensor:
         """Return the labels of a call of `token_stats`, if that is legal."""
+        if self._sharding.get("whole"):
+            raise RefusedError("model", "token_stats is of shards, and batches with images are whole")
         labels: Tensor | None = batch.get("shift_labels")
         if labels is None:
             raise RefusedError(
@@ -255,7 +264,7 @@ class ContextParallel:
 
 
 def _read(
-    model: Any, mesh: Any, config: Any, loss: Any, checkpointing: Any, reduction: Any
+    model: Any, mesh: Any, config: Any, loss: Any, checkpointing: Any, reduction: Any, towers: Any
 ) -> tuple[dist.ProcessGroup, BurstConfig, Policy | None]:
     """Return (group, configuration, recompute policy) of the arguments, without communication."""
     if not isinstance(model, nn.Module):
@@ -265,7 +274,7 @@ def _read(
     refuse_wrapped(model)
     if is_of_transformers(model):
         refuse_versions("transformers")
-    settings, policy = options_of(config, loss, checkpointing)
+    settings, policy = options_of(config, loss, checkpointing, towers)
     _refuse_word("reduction", reduction, WORDS)
     if loss == "fused" and not is_of_transformers(model):
         raise RefusedError(
@@ -287,9 +296,10 @@ def _tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> dist.Process
     return next((tp for tp in last if len(own & {*dist.get_process_group_ranks(tp)}) == 1), None)
 
 
-def options_of(config: Any, loss: Any, checkpointing: Any) -> tuple[BurstConfig, Policy | None]:
+def options_of(config: Any, loss: Any, checkpointing: Any, towers: Any) -> tuple[BurstConfig, Policy | None]:
     """Return (configuration, recompute policy) of options of `parallelize`, if they are legal."""
     _refuse_word("loss", loss, ("fused", "model"))
+    _refuse_word("towers", towers, TOWERS)
     if not isinstance(checkpointing, Policy):
         _refuse_word("checkpointing", checkpointing, POLICIES, ", or a policy of burst_mcore.checkpointing")
         checkpointing = POLICIES[checkpointing]

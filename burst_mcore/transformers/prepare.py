@@ -24,17 +24,24 @@ from burst_mcore.transformers.models.served import (
     checked_loss,
     makes_loss,
     position_table,
+    text_tower,
     types_of,
     use_burst,
 )
-from burst_mcore.transformers.models.strategies import ShardedBatch
+from burst_mcore.transformers.models.strategies import ShardedBatch, WholeBatch
+from burst_mcore.transformers.models.towers import attach_towers
 from burst_mcore.transformers.models.trl import has_fused_head
+from burst_mcore.transformers.models.vision import attach_text
 from burst_mcore.words import digest
 
 logger = logging.getLogger("burst_mcore")
 
 SEQUENCE = "_burst_mcore_sequence"
 """The attribute of a prepared model that has its `SequenceParallel`."""
+
+
+TOWERS = ("shared", "whole")
+"""How ranks make the features of images: each those of some, or each those of all."""
 
 
 def prepare_model(
@@ -44,6 +51,7 @@ def prepare_model(
     config: BurstConfig,
     fused_loss: bool,
     recompute: Policy | None,
+    towers: str = "shared",
 ) -> SequenceParallel:
     """Prepare a model, in place. A second call changes nothing more.
 
@@ -53,6 +61,7 @@ def prepare_model(
         group: the ranks that share sequences.
         fused_loss: whether the LM head is fused with its loss.
         recompute: the policy of checkpointed layers; None leaves them as the user has set them.
+        towers: "shared" if ranks make features of some images each, "whole" if each does of all.
 
     Raises:
         RefusedError: the model cannot be served; or the ranks have different ones.
@@ -65,13 +74,18 @@ def prepare_model(
     called = called_for(model, inner)
     if SEQUENCE not in vars(called):
         vars(called)[SEQUENCE] = hooks = SequenceParallel(called, topology, None, config)
-        hooks.batches = ShardedBatch(hooks)
+        hooks.text = text_tower(inner)
+        hooks.batches = ShardedBatch(hooks) if hooks.text is None else WholeBatch(hooks)
+        if hooks.text is not None:
+            attach_text(hooks.text)
+            attach_towers(inner, hooks)
     vars(model)[SEQUENCE] = sequence = sequence_of(called)
-    sequence.topology, sequence.config = topology, config
+    sequence.topology, sequence.config, sequence.shares_towers = topology, config, towers == "shared"
     sequence.group = group if size > 1 else None
     sequence.most_positions, sequence.types = position_table(inner), types_of(inner)
     sequence.makes_loss = makes_loss(inner)
     sequence.sharding = _sharding(inner, config, sequence.types)
+    sequence.sharding |= {} if sequence.text is None else {"whole": True}
     if dist.get_rank() == 0:
         groups = dist.get_world_size() // size
         logger.warning(f"burst_mcore: {size} ranks share each sequence, {groups} CP group(s); {loss}")

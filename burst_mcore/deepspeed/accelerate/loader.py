@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler
 
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.rollouts.columns import TREE
-from burst_mcore.transformers.data.batches import CUMULATED, WHOLE, prepared
+from burst_mcore.transformers.data.batches import CUMULATED, WHOLE, apart, prepared
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.strategies import LoadedBatch
@@ -163,7 +163,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         here = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
         if is_of_preferences(batch) or (self.evaluates and "labels" not in batch):
             return here
-        shifted = prepared(here, **{**self._how, "multiple": 1})["shift_labels"]
+        shifted = prepared(apart(here)[0], **{**self._how, "multiple": 1})["shift_labels"]
         return {"labels": here.get("input_ids"), **here, "shift_labels": shifted, WHOLE: torch.ones(())}
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:

@@ -68,12 +68,18 @@ class Section:
     attention: BurstConfig = field(default_factory=BurstConfig)
     fused_loss: bool = True
     checkpointing: Checkpointing = Checkpointing()
+    towers: str = "shared"
 
 
 KEYS = {
     **SETTINGS,
     "kernel": SETTINGS["kernel"]._replace(legal=("auto", *KERNELS)),
     "fused_loss": Setting(True, FLAG, "Fuse the LM head with its loss: no logits in training."),
+    "towers": Setting(
+        "shared",
+        ("shared", "whole"),
+        "Vision towers: whole images are given out over the group, or every rank makes the features of all.",
+    ),
     "checkpointing": Setting({}, "an object", "Recompute in backward, see below."),
 }
 RECOMPUTE = settings_of(Checkpointing)
@@ -102,9 +108,10 @@ def section_of(config: Mapping[str, Any]) -> Section:
         raise SectionError("; ".join(problems))
     try:
         checkpointing, fused = Checkpointing(**recompute), written.pop("fused_loss", True)
+        towers = written.pop("towers", "shared")
         written.pop("checkpointing", None)
         checkpointing.recomputed()
-        return Section(BurstConfig(**written), fused, checkpointing)
+        return Section(BurstConfig(**written), fused, checkpointing, towers)
     except ValueError as error:
         raise SectionError(f'"{KEY}": {error}') from None
 

@@ -98,8 +98,12 @@ def initialize(
 def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
     """Prepare a model as `prepare_model` does, for the CP groups of an mpu, `unit`."""
     group, recompute = unit.get_sequence_parallel_group(), section.checkpointing.recomputed()
-    attention, fused = section.attention, section.fused_loss
-    return prepare_model(model, group=group, config=attention, fused_loss=fused, recompute=recompute)
+    how: dict[str, Any] = {
+        "config": section.attention,
+        "fused_loss": section.fused_loss,
+        "towers": section.towers,
+    }
+    return prepare_model(model, group=group, recompute=recompute, **how)
 
 
 def shard_loader(data: Any, engine: Any, *, pad_token_id: int | None = None, **options: Any) -> ShardedLoader:

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from burst_mcore.agreement import digest_of
 from burst_mcore.layout import Layout, shard
+from burst_mcore.loss.checksums import checksum
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
 from burst_mcore.rollouts.trees import depths, nodes_of, padded
@@ -32,6 +33,8 @@ READ = (*SHARDED, "labels", "attention_mask", *CUMULATED)
 """Columns that `prepared` reads: tensors, or lists of numbers."""
 WHOLE = "burst_mcore_whole"
 """The column, a number, by which a loader says that a batch is whole on all ranks of a CP group."""
+OF_TOWERS = ("pixel_values", "pixel_values_videos", "image_patches", "input_features")
+"""Columns of which the towers of a model make features."""
 DROPPED = (*READ[5:], WHOLE, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns that positions and shifted labels replace: no rank gets them."""
 
@@ -168,6 +171,37 @@ def sharded(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | 
         name: shard(x, 1, rank=rank, size=size, layout=layout) if is_per_token(x, n) else x
         for name, x in whole.items()
     }
+
+
+def apart(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (columns of tokens, columns that the code of a model with towers reads) of a whole batch.
+
+    Positions of several dims, as for images, are of the second kind: of [4, rows, tokens] the first are those
+    of text, and also of the first kind.
+    """
+    ids = batch.get("input_ids", batch.get("inputs_embeds"))
+    shape = getattr(ids, "shape", ())[:2]
+    known = (*READ, "inputs_embeds", "logits_to_keep")
+    tokens = {
+        name: x
+        for name, x in batch.items()
+        if name in known
+        or (name not in OF_TOWERS and not isinstance(x, Tensor))
+        or (isinstance(x, Tensor) and (not x.dim() or (x.shape == shape and not x.is_floating_point())))
+    }
+    others = {name: x for name, x in batch.items() if name not in tokens}
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 3:
+        others["position_ids"], tokens["position_ids"] = (
+            positions,
+            positions[0] if len(positions) > 3 else None,
+        )
+    return tokens, others
+
+
+def summary(x: Tensor) -> Tensor:
+    """Return a few numbers, by which ranks compare a large tensor: its shape and a checksum."""
+    return torch.tensor([*x.shape, int(checksum(x))])
 
 
 def digest_of_batch(batch: Mapping[str, Any]) -> int:

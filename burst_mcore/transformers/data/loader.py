@@ -28,6 +28,7 @@ from burst_mcore.rollouts import tree_mask
 from burst_mcore.rollouts.columns import TREE
 from burst_mcore.transformers.data.batches import (
     READ,
+    apart,
     collated,
     digest_of_batch,
     documents,
@@ -71,9 +72,12 @@ class ShardedLoader:
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.shard_as(**sharding)
 
-    def shard_as(self, *, layout: Layout | str = "zigzag", **padding: Any) -> None:
-        """Pad and shard batches so from the next epoch on; `padding` as `prepared` has it."""
-        self.layout = Layout.of(layout)
+    def shard_as(self, *, layout: Layout | str = "zigzag", whole: bool = False, **padding: Any) -> None:
+        """Pad and shard batches so from the next epoch on; `padding` as `prepared` has it.
+
+        whole: whether batches stay as they are, for a model that shards them itself.
+        """
+        self.layout, self.whole = Layout.of(layout), whole
         self._how = {"multiple": self.layout.divisor(self.size), **padding}
         signature(prepared).bind({}, **self._how)  # a name that it does not have, at once
 
@@ -113,7 +117,7 @@ class ShardedLoader:
         problem: Exception | None = None
         try:
             batch = self._prepared(_mapping(load()))
-            state = digest_of_batch(batch)
+            state = digest_of_batch(apart(batch)[0] if self.whole else batch)
         except StopIteration:
             pass
         except Exception as error:  # of any kind: the others must not wait for this rank
@@ -135,9 +139,11 @@ class ShardedLoader:
     def _prepared(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch that was loaded, ready to be sharded."""
         here = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-        return prepared(here, **self._how)
+        return here if self.whole else prepared(here, **self._how)
 
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
+        if self.whole:
+            return self._on_device(whole)
         return self._on_device(sharded(whole, rank=self.rank, size=self.size, layout=self.layout))
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +152,7 @@ class ShardedLoader:
     def _plan(self, batch: Mapping[str, Any]) -> None:
         """Have attention plan for the tree of a batch, or for its documents."""
         position_ids = batch.get("position_ids")
-        if position_ids is None:
+        if position_ids is None or self.whole:
             return
         planned = partial(prepare, tokens=position_ids.shape[1], ranks=self.size, layout=self.layout)
         if TREE in batch:
@@ -176,9 +182,9 @@ class ShardedLoader:
 
 
 def shard_of_whole_batch(
-    arguments: Mapping[str, Any], sharding: Mapping[str, Any], group: dist.ProcessGroup
-) -> dict[str, Any]:
-    """Return a forward's arguments with this rank's shard of their whole batch. Collective.
+    arguments: Mapping[str, Any], sharding: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a forward's arguments with this rank's shard of their whole batch, and that batch. Collective.
 
     Args:
         arguments: input_ids, labels and attention_mask [rows, tokens], the same on all ranks of the group;
@@ -194,7 +200,7 @@ def shard_of_whole_batch(
     sharder = ShardedLoader((), group=group, device=device, **sharding)
     sharder.from_caller = True
     (whole,) = sharder.agreed(lambda: batch)
-    return {**{n: x for n, x in arguments.items() if n not in batch}, **sharder._part(whole)}
+    return {**{n: x for n, x in arguments.items() if n not in batch}, **sharder._part(whole)}, whole
 
 
 def loader_for(

@@ -54,6 +54,8 @@ class Sequence:
     """The highest position of the whole sequence, if this rank has a shard of it."""
     columns: Columns = field(default=Columns(), compare=False)
     """The tree of the row's shared prefixes, and weights of labels."""
+    entering: Tensor | None = field(default=None, compare=False, repr=False)
+    """Positions of all tokens [rows, tokens], where they are whole until they enter the text tower."""
     reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
     """The attention modules that attended here in this forward."""
 
@@ -174,7 +176,7 @@ def mask_of(
         )
     if isinstance(attention_mask, LayerMask):
         return attention_mask
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if attention_mask is not None and sequence.entering is None and not bool(attention_mask.all()):
         raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
     masks = sequence.masks(mask_function, batch_size)
     if not all(map(_looks_back, masks)):

@@ -51,16 +51,21 @@ class Prefill:
         name = cache_name(arguments)
         assert name is not None
         self._cache = arguments[name]
-        places = torch.arange(self.padded, device=ids.device).expand(ids.shape[0], -1)
+        places = self.places(ids.device).expand(ids.shape[0], -1)
         arguments = {
             **arguments,
             "input_ids": self._sharded(torch.nn.functional.pad(ids, (0, self.padded - self.n))),
-            "position_ids": self._sharded(places.where(places < self.n, 0)),
+            "position_ids": self._sharded(places),
             "attention_mask": None,
             name: DynamicCache(),  # without a model's config: it keeps all that it is given
         }
         arguments.pop("cache_position", None)
         return arguments
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return the positions of the sharded tokens, [tokens]; those from n on are 0."""
+        places = torch.arange(self.padded, device=device)
+        return places.where(places < self.n, 0)
 
     def finish(self, out: Any) -> Any:
         """Return the output of a forward over the whole prompt."""

@@ -68,6 +68,10 @@ class SequenceParallel:
     """Of a rank's part of a gradient, where gradients are not the means of all ranks."""
     trusted: bool = False
     """Whether attention that does not come here is accepted: it is the caller's, and handles shards."""
+    text: nn.Module | None = None
+    """The text tower of a model that has others beside: batches are whole until they enter it."""
+    shares_towers: bool = True
+    """Whether the ranks share the images of a batch, of which each makes features of some."""
     makes_loss: bool = True
     """Whether the model has a head that makes a loss; without one it gets no labels."""
     _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
@@ -91,7 +95,7 @@ class SequenceParallel:
         sequence, arguments, finish = self.batches.forward(arguments)
         stack = ExitStack()
         stack.enter_context(running(sequence))
-        if awaits_mask(self.model):
+        if awaits_mask(self.model) and self.text is None:
             arguments["attention_mask"] = sequence.mixing or arguments.get("attention_mask")
         if sequence.topology.size > 1:
             tokens = tokens_of(arguments)

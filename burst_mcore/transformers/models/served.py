@@ -34,8 +34,6 @@ KINDS = {
 """Words for some kinds of layers that are refused."""
 TOWERS = ("vision_config", "audio_config")
 """Names in a configuration of models beside the language model."""
-FEATURES = ("pixel_values", "pixel_values_videos", "image_patches", "input_features")
-"""Arguments of a forward of which towers make features."""
 OWN_LOSS = 'loss="model" ("fused_loss": false in the section)'
 """How a caller says that the loss is not burst's."""
 TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -68,13 +66,21 @@ def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
     reasons = chain(_several(model, inner), _learned_prompts(model), _where_tokens_meet(inner), asked)
     refuse(*next(reasons, ("", None)))
     register()
-    inner.set_attn_implementation(NAME)
+    inner.set_attn_implementation(_implementations(inner))
     try:
         for binds in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
             binds(inner)
     except ValueError as error:
         raise RefusedError("model", str(error)) from None
     return inner
+
+
+def _implementations(inner: Any) -> str | dict[str, str]:
+    """Return what attends by burst: a model, or its text alone where it has towers."""
+    if text_tower(inner) is None:
+        return NAME
+    own = inner.config.get_text_config()
+    return {"": NAME, **{k: NAME for k in inner.config.sub_configs if getattr(inner.config, k) is own}}
 
 
 def _several(model: nn.Module, inner: nn.Module) -> Iterator[tuple[str, str]]:
@@ -108,15 +114,15 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         yield "model", f"{name} is made of several language models"
         return
     towers = [tower for tower in TOWERS if getattr(inner.config, tower, None) is not None]
-    if towers and types_of(inner) is None:
+    if towers and text_tower(inner) is None:
         yield (
             "model",
-            f"{name} is no text model: it has a {', '.join(towers)}, whose features are merged with the "
-            f"tokens of a whole sequence. Give its language model alone, with {OWN_LOSS}",
+            f"{name} is no text model: it has a {', '.join(towers)} within what attends to text. Give its "
+            f"language model alone, with {OWN_LOSS}",
         )
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
-    served = mixers_of(inner)
+    served = mixers_of(_text_model(inner))
     odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (LAYERS[kind] and not served))
     if odd:
         told = ", ".join(f"{kind} ({KINDS[kind]})" if kind in KINDS else kind for kind in odd)
@@ -134,7 +140,7 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
     ]
     if mixers:
         yield "model", f"{name} mixes neighbouring tokens outside of attention: {mixers[0]}"
-    if not inner._supports_attention_backend and not served:
+    if not _text_model(inner)._supports_attention_backend and not served:
         yield "model", f"{name} does not take its attention from transformers' interface"
 
 
@@ -225,9 +231,21 @@ def types_of(model: nn.Module) -> str | None:
     return next((name for name in TYPES if name in arguments), None)
 
 
+def text_tower(model: nn.Module) -> Any:
+    """Return the text tower of a model of transformers that has others beside it; None for other models."""
+    inner = _of_transformers(model)
+    kinds = tuple(type(each) for name in TOWERS if (each := getattr(inner.config, name, None)) is not None)
+    text = inner.get_decoder() if kinds else inner
+    within = any(isinstance(getattr(each, "config", None), kinds) for each in text.modules())
+    return None if text is inner or within else text
+
+
 def _text_model(model: nn.Module) -> Any:
     """Return the part of a model that attends, without its towers."""
-    return model if types_of(model) is None else _of_transformers(model).get_decoder()
+    text = text_tower(model)
+    if text is not None or types_of(model) is None:
+        return model if text is None else text
+    return _of_transformers(model).get_decoder()
 
 
 def switched_attention(model: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ LoadedBatch   shards what Accelerate's loaders give, and trusts other batches: A
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,14 +21,24 @@ from burst_mcore.layout import unshard
 from burst_mcore.recurrent.bound import mixers_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
 from burst_mcore.transformers.agreement import meet
-from burst_mcore.transformers.data.batches import WHOLE, digest_of_batch, documents, prepared
+from burst_mcore.transformers.data.batches import (
+    OF_TOWERS,
+    WHOLE,
+    apart,
+    digest_of_batch,
+    documents,
+    is_per_token,
+    prepared,
+    summary,
+)
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import Sequence
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.sequence import KEEP, Forward, SequenceParallel, kept, tokens_of
-from burst_mcore.transformers.models.served import FEATURES, switched_attention
+from burst_mcore.transformers.models.served import switched_attention
 from burst_mcore.transformers.models.trl import asks_for_fused_head
+from burst_mcore.transformers.models.vision import whole_arguments
 
 logger = logging.getLogger("burst_mcore")
 
@@ -56,8 +66,9 @@ class _Forwards:
         beside = ("a cache", cache_name(arguments)), ("TRL's fused head", asks_for_fused_head(arguments))
         types = self._types(arguments)
         own = ("attention of the caller's own", self.of.trusted), ("a mask of types of tokens", types)
+        towers = ("towers", self.of.text is not None)
         try:
-            refuse("tree", columns.why_not_served(self.of.model, *beside, *own))
+            refuse("tree", columns.why_not_served(self.of.model, *beside, *own, towers))
             self._refuse_whole_answers(arguments)
             arguments, positions, valid = self._own(arguments)
             self._refuse_columns({WEIGHTS: columns.weights}, positions.shape)
@@ -154,7 +165,8 @@ class _Forwards:
         """Return the number of labels. Numbers beyond the vocabulary would fail later, on this rank alone."""
         settings: Any = self.of.model.config
         size = getattr(settings.get_text_config(), "vocab_size", float("inf"))
-        valid, ends = shifted != IGNORED, () if ids.is_floating_point() else ids.aminmax()
+        known = self.of.text is None and not ids.is_floating_point()  # tokens of images may be beyond
+        valid, ends = shifted != IGNORED, ids.aminmax() if known else ()
         count, *tokens = torch.stack([valid.sum(), *shifted.where(valid, 0).aminmax(), *ends]).tolist()
         if not 0 <= min(tokens) <= max(tokens) < size:
             numbers = f"[0, {size}), or {IGNORED} for no label, got {min(tokens)} to {max(tokens)}"
@@ -167,7 +179,7 @@ class _Forwards:
             came = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
             if name in ("position_ids", WEIGHTS, self.of.types) and x is not None and came != [*shape]:
                 raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {came}")
-            if name in FEATURES and x is not None:
+            if name in OF_TOWERS and x is not None:
                 raise RefusedError("batch", f"{name} are merged with whole sequences: give inputs_embeds")
 
     def _types(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -224,12 +236,15 @@ class _Forwards:
 
         In training with labels no logits come back: the loss is made.
         """
-        assert self.of.group is not None
         labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
         meet(self.of.topology, "a forward over whole batches")
         keep = kept(arguments)
-        part = shard_of_whole_batch({**arguments, KEEP: keep}, self.of.sharding, self.of.group)
-        part.pop(KEEP, None)
+        columns: dict[str, Any] = {**arguments, KEEP: keep}
+        columns, others = (columns, {}) if self.of.text is None else apart(columns)
+        seen = {f"of {name}": summary(x) for name, x in others.items() if isinstance(x, Tensor)}
+        sharding = {**self.of.sharding, "whole": False}
+        part, batch = shard_of_whole_batch(columns | seen, sharding, self.of.group)
+        part = {name: x for name, x in part.items() if name not in (KEEP, *seen)}
         if labelled and keep is not None:
             raise RefusedError(KEEP, "a loss is of all tokens: leave it out, or the labels")
         tokens = tokens_of(arguments).shape[1]
@@ -238,6 +253,10 @@ class _Forwards:
             part.pop("shift_labels")
         sequence, part, finish = self._sharded(part)
         local, mine = tokens_of(part).shape[1], self.of.choose(keep, tokens, part)
+        if self.of.text is not None:
+            device = tokens_of(part).device
+            part |= whole_arguments(columns, others, batch, device)
+            sequence = replace(sequence, entering=batch["position_ids"].to(device))
         if fused:  # of labels that are not shifted TRL expects one number fewer than tokens
             return sequence, part, lambda out: self.of.with_whole_tokens(out, local, tokens - 1)
 
@@ -267,6 +286,12 @@ class _Forwards:
         types = {k: nn.functional.pad(x, behind, value=-1) for k, x in self._types(arguments).items()}
         sequence = Sequence(self.of.topology, self.of.config, prefill.padded, last=n - 1)
         part = prefill.begin(arguments | types)
+        if self.of.text is not None:
+            columns, others = apart(arguments | types)
+            tokens = {k: nn.functional.pad(x, behind) for k, x in columns.items() if is_per_token(x, n)}
+            tokens["position_ids"] = places = prefill.places(new.device).expand(len(new), -1)
+            part |= whole_arguments(columns, others, tokens, new.device)
+            sequence = replace(sequence, entering=places)
         local, mine = part["input_ids"].shape[1], self.of.choose(kept(arguments), n, part)
 
         def whole(out: Any) -> Any:
@@ -276,7 +301,7 @@ class _Forwards:
 
     def _refuse_shards(self, arguments: dict[str, Any], before: int, n: int) -> None:
         """Raise RefusedError where the tokens beside a cache are a shard, which would miss the others'."""
-        positions = arguments.get("position_ids")
+        positions = apart(arguments)[0].get("position_ids")
         if self.of.group is None:
             alike = True
         elif before or n == 1:  # each rank goes on by itself
@@ -300,7 +325,7 @@ class WholeBatch(_Forwards):
         """Return the forward over this rank's shard of a whole batch, or over all tokens beside a cache."""
         shared = self.of.group is not None
         cached = self._cached(arguments, shared)
-        if shared and (asks_for_fused_head(arguments) or not cached):
+        if (shared or self.of.text is not None) and (asks_for_fused_head(arguments) or not cached):
             return self._sharded_here(arguments)
         return self._generating(arguments) if cached else self._sharded(arguments)
 
@@ -347,7 +372,8 @@ class LoadedBatch(_Forwards):
     """Iterations of evaluation that are open: what is not trained on is whole meanwhile."""
 
     def __post_init__(self) -> None:
-        self._trusting, self._sharding = ShardedBatch(self.of), WholeBatch(self.of)
+        self._sharding = WholeBatch(self.of)
+        self._trusting = ShardedBatch(self.of) if self.of.text is None else self._sharding
 
     def forward(self, arguments: dict[str, Any]) -> Forward:
         """Return the forward over this rank's shard, or over a batch of this rank alone."""
@@ -357,7 +383,7 @@ class LoadedBatch(_Forwards):
             if lacks and not evaluates:  # the caller has taken them, and makes a loss of logits
                 arguments = {name: x for name, x in arguments.items() if name not in OF_LOSS}
             return self._sharding.forward(arguments)
-        is_shard = "shift_labels" not in lacks or arguments.get(TREE) is not None
+        is_shard = self.of.text is None and ("shift_labels" not in lacks or arguments.get(TREE) is not None)
         if evaluates and self.alone and not (is_shard or asks_for_fused_head(arguments)):
             return self._of_this_rank(arguments)
         return self._trusting.forward(arguments)
@@ -365,9 +391,10 @@ class LoadedBatch(_Forwards):
     def _of_this_rank(self, arguments: dict[str, Any]) -> Forward:
         """Prepare a forward of this rank alone over whole sequences; the loss is the model's own."""
         new = tokens_of(arguments)
-        before, positions = _tokens_of_cache(arguments), arguments.get("position_ids")
+        before, positions = _tokens_of_cache(arguments), apart(arguments)[0].get("position_ids")
         mask = arguments.get("attention_mask")
         ends: tuple[tuple[int, ...], ...] = ()
+        entering: Tensor | None = None
         if not before:  # of a batch that is padded on the right, or packed
             real = {} if mask is None else {"attention_mask": mask}
             place = {} if positions is None else {"position_ids": positions.expand(new.shape[:2])}
@@ -377,8 +404,12 @@ class LoadedBatch(_Forwards):
             whole = prepared({"input_ids": ids, **columns}, multiple=1, types=self.of.types)
             ends = documents(whole["position_ids"])
             arguments |= {name: whole[name].to(x.device) for name, x in types.items()}
-            arguments["attention_mask"] = None
-        sequence = Sequence(Topology.single(), self.of.config, before + new.shape[1], _packed(ends))
+            if self.of.text is None:
+                arguments["attention_mask"] = None
+            else:  # of which its own code makes positions
+                entering = whole["position_ids"].to(new.device)
+        n = before + new.shape[1]
+        sequence = Sequence(Topology.single(), self.of.config, n, _packed(ends), entering=entering)
         return sequence, arguments, _unchanged
 
 

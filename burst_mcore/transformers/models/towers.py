@@ -1,0 +1,212 @@
+"""The work of a vision tower, shared: each rank of a CP group makes features of some images, for all.
+
+Whole images go to ranks in their order, so that patches are spread evenly, and features are gathered once.
+The gradient of an image's features is the sum over all ranks, at the rank that made them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from burst_mcore.agreement import Collective
+from burst_mcore.transformers.agreement import on_all_ranks
+from burst_mcore.transformers.models.attention import current
+from burst_mcore.transformers.models.sequence import SequenceParallel
+from burst_mcore.wrap import while_set
+
+logger = logging.getLogger("burst_mcore")
+
+METHODS = ("get_image_features", "get_video_features")
+"""What models of transformers call to make features."""
+PIXELS = ("pixel_values", "pixel_values_videos")
+
+
+def attach_towers(model: nn.Module, of: SequenceParallel) -> None:
+    """Have a model's own methods make the features of this rank's images, and gather those of all, once."""
+    for module in model.modules():
+        for name in METHODS:
+            inner = any(hasattr(m, name) for m in [*module.modules()][1:])
+            if hasattr(module, name) and not inner and name not in vars(module):
+                vars(module)[name] = SharedImages(getattr(module, name), of)
+
+
+@dataclass(eq=False)
+class SharedImages:
+    """Stands in place of a model's `get_image_features` or `get_video_features`."""
+
+    own: Callable[..., Any]
+    of: SequenceParallel
+    whole: bool = False
+    """Whether every rank makes the features of all images: they cannot be told apart."""
+
+    def __post_init__(self) -> None:
+        self.__wrapped__ = self.own  # by which `generate` finds the parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sequence, group = current(), self.of.group
+        names = [*inspect.signature(self.own).parameters]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        shares = self.of.shares_towers and group is not None and not self.whole
+        if not shares or sequence is None or sequence.entering is None:
+            return self.own(**arguments)
+        assert group is not None
+        images = Images.of(arguments, names)
+        if images is None:
+            return self._whole(arguments)
+        bounds = images.bounds(group.size())
+        first, last = bounds[group.rank()], bounds[group.rank() + 1]
+        mine = images.part(first, last) if first < last else images.part(*images.smallest())
+        with while_set(self.of, shares_towers=False):  # methods that call each other share once
+            out = on_all_ranks(lambda: self.own(**mine), group)
+        streams = _streams(out)
+        if streams is None:
+            return self._whole(arguments)
+        _replace(out, gathered_features(streams, first < last, len(images.patches), group))
+        return out
+
+    def _whole(self, arguments: dict[str, Any]) -> Any:
+        """Make the features of all images, now and from now on."""
+        self.whole = True
+        if dist.get_rank() == 0:
+            logger.warning("%s: every rank makes the features of all images", self.own.__qualname__)
+        return self.own(**arguments)
+
+
+@dataclass
+class Images:
+    """The arguments of a method that makes features, and how they are told apart by images."""
+
+    arguments: dict[str, Any]
+    tensors: dict[str, Tensor]
+    """Those that have an entry for each image, or for each patch."""
+    patches: list[int]
+    """By image; pixels, where images have sizes; 1, where they are alike."""
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], names: list[str]) -> Images | None:
+        """Return the images of a call; None where an argument of the method does not tell images apart.
+
+        names: of the method's parameters.
+        """
+        given = {name: x for name, x in arguments.items() if name in names and isinstance(x, Tensor)}
+        pixels = next((given[name] for name in PIXELS if name in given), None)
+        lists = [x for name, x in arguments.items() if name in names and isinstance(x, list | tuple)]
+        if pixels is None or any(not isinstance(x[0], int) for x in lists if x):
+            return None
+        if pixels.dim() == 5 and "pixel_attention_mask" in names:  # rows of images, the last of which are 0
+            real = pixels.flatten(0, 1).flatten(1).any(1)
+            given = {name: x.flatten(0, 1)[real][:, None] for name, x in given.items()}
+            pixels = given["pixel_values"]
+        grids = next((x for name, x in given.items() if name.endswith("grid_thw")), None)
+        sizes = given.get("image_sizes")
+        if grids is not None:
+            patches = grids.prod(-1).tolist()
+        else:
+            patches = [1] * len(pixels) if sizes is None else sizes.prod(-1).tolist()
+        told = patches and all(len(x) in (len(patches), sum(patches)) for x in given.values())
+        return cls(arguments, given, patches) if told else None
+
+    def bounds(self, size: int) -> list[int]:
+        """Return where each rank's images begin, and the end: an image goes where its middle patch goes."""
+        ends = [*accumulate(self.patches, initial=0)]
+        ranks = [(a + b) * size // (2 * ends[-1]) for a, b in pairwise(ends)]
+        return [sum(rank < r for rank in ranks) for r in range(size + 1)]
+
+    def smallest(self) -> tuple[int, int]:
+        """Return the bounds of an image of the fewest patches, for a rank that has none of its own."""
+        at = self.patches.index(min(self.patches))
+        return at, at + 1
+
+    def part(self, first: int, last: int) -> dict[str, Any]:
+        """Return the arguments of images [first, last)."""
+        ends = [*accumulate(self.patches, initial=0)]
+        of_images, of_patches = slice(first, last), slice(ends[first], ends[last])
+        mine = {
+            name: x[of_images if len(x) == len(self.patches) else of_patches]
+            for name, x in self.tensors.items()
+        }
+        return {**self.arguments, **mine}
+
+
+def _streams(out: Any) -> list[Any] | None:
+    """Return what an output has of features: [pooled, by layer ...], each a tensor, or one for each image.
+
+    None where they are something else.
+    """
+    streams = [getattr(out, "pooler_output", None), *(getattr(out, "deepstack_features", None) or ())]
+    told = (
+        isinstance(x, Tensor)
+        or (isinstance(x, list | tuple) and all(isinstance(y, Tensor) and y.dim() == 2 for y in x))
+        for x in streams
+    )
+    return streams if all(told) else None
+
+
+def _replace(out: Any, streams: list[Any]) -> None:
+    """Make the features of an output those of all images; what else it has, of this rank's alone, is None."""
+    for name in [*out.keys()]:
+        out[name] = None
+    out["pooler_output"], layers = streams[0], streams[1:]
+    if layers:
+        out["deepstack_features"] = layers
+
+
+def gathered_features(streams: list[Any], makes: bool, images: int, group: dist.ProcessGroup) -> list[Any]:
+    """Return the features of all images, as each rank has those of some. Collective; once in backward too.
+
+    Args:
+        streams: of `_streams`.
+        makes: whether this rank's features are wanted; else they have no part in the whole but their graph.
+        images: of all ranks.
+    """
+    pieces = [[x] if isinstance(x, Tensor) else [*x] for x in streams]
+    flat = torch.cat([x.flatten() for stream in pieces for x in stream])
+    flat = flat if makes else flat[:0]
+    mine = [-1] * images * len(streams)
+    for i, stream in enumerate(pieces if makes else ()):
+        mine[i * images : i * images + len(stream)] = map(len, stream)
+    table = Collective(group).integers([*mine, flat.numel()])
+    counts = [row.pop() for row in table]
+    whole: Tensor = _Gathered.apply(flat, counts, group)  # type: ignore[no-untyped-call]
+    found: list[list[Tensor]] = [[] for _ in streams]
+    for lengths, part in zip(table, whole.split(counts), strict=True):
+        at = 0
+        for i, stream in enumerate(pieces):
+            tail = stream[0].shape[1:]
+            for length in (n for n in lengths[i * images : (i + 1) * images] if n >= 0):
+                size = length * tail.numel()
+                found[i].append(part[at : at + size].view(length, *tail))
+                at += size
+    kinds = [type(x) for x in streams]
+    return [
+        torch.cat(x) if issubclass(kind, Tensor) else kind(x) for kind, x in zip(kinds, found, strict=True)
+    ]
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' numbers, of which each brings as many as `counts` says; backward sums their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        parts = [part.new_empty(max(counts)) for _ in counts]
+        dist.all_gather(parts, pad(part, (0, max(counts) - len(part))), group=group)
+        return torch.cat([x[:n] for x, n in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        most, own = max(ctx.counts), ctx.counts[ctx.group.rank()]
+        parts = [pad(x, (0, most - len(x))).contiguous() for x in upstream.split(ctx.counts)]
+        mine = upstream.new_empty(most)
+        dist.reduce_scatter(mine, parts, group=ctx.group)
+        return mine[:own], None, None

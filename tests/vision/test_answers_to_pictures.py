@@ -1,0 +1,130 @@
+"""Evaluation, generation, costs and bad input of vision-language models over a CP group."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from equal import GRIDS, ROWS, TOKENS
+from families import PLACE, batch_of, model_of, pictures
+from ranks import processes
+
+from burst_mcore.torch import RefusedError, parallelize
+from burst_mcore.transformers.models.towers import Images
+
+FAMILIES = ("qwen3_vl", "gemma3", "llava")
+
+
+def _answers(rank, size):
+    """Errors of logits of an evaluation, and whether tokens are those of one process."""
+    torch.use_deterministic_algorithms(False)
+    found = {}
+    for name in FAMILIES:
+        model = model_of(name).eval()
+        batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+        inputs = {key: x for key, x in batch.items() if key != "labels"}
+        other = copy.deepcopy(model)
+        parallelize(other, dist.group.WORLD, reduction="sum", loss="model")
+        with torch.no_grad():
+            want, got = (each(**batch, use_cache=False) for each in (model, other))
+            last = other(**inputs, logits_to_keep=3, use_cache=False).logits
+        how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": 79}
+        tokens = [each.generate(**inputs, **how) for each in (model, other)]
+        found[name] = (
+            abs(float(got.loss / want.loss) - 1),
+            float((got.logits - want.logits).abs().max() / want.logits.abs().max()),
+            float((last - want.logits[:, -3:]).abs().max() / want.logits.abs().max()),
+            torch.equal(*tokens) and tokens[0].shape[1] == TOKENS + 5,
+        )
+    return found
+
+
+def test_evaluation_and_generate_are_those_of_one_process():
+    for found in processes(2, _answers):
+        for name, (loss, logits, last, alike) in found.items():
+            assert loss < 1e-5 and logits < 1e-5 and last < 1e-5 and alike, (name, loss, logits, last)
+
+
+def _costs(rank, size, towers):
+    """(patches that this rank's tower saw, bytes of features that came in, bytes of their gradients)."""
+    torch.use_deterministic_algorithms(False)
+    model = model_of("qwen3_vl")
+    batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+    parallelize(model, dist.group.WORLD, reduction="mean", towers=towers)
+    patches, moved = [], {"all_gather": 0, "reduce_scatter": 0}
+    model.model.visual.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def gathers(parts, part, **options):
+        if part.is_floating_point():
+            moved["all_gather"] += sum(x.nbytes for x in parts) - part.nbytes
+        return gather(parts, part, **options)
+
+    def scatters(mine, parts, **options):
+        moved["reduce_scatter"] += sum(x.nbytes for x in parts) - mine.nbytes
+        return scatter(mine, parts, **options)
+
+    dist.all_gather, dist.reduce_scatter = gathers, scatters
+    try:
+        model(**batch).loss.backward()
+    finally:
+        dist.all_gather, dist.reduce_scatter = gather, scatter
+    return sum(patches), moved
+
+
+def test_ranks_share_patches_and_gather_features_once():
+    """Of 16 + 8 + 24 patches each rank makes those of whole images; features are 4 + 2 + 6 rows."""
+    found = processes(2, _costs, "shared")
+    assert [patches for patches, _ in found] == [24, 24]
+    rows = 3 * 6 * 32 * 4  # pooled and two layers, of 6 features of 32 float32 from the other rank
+    assert all(moved == {"all_gather": rows, "reduce_scatter": rows} for _, moved in found)
+    whole = processes(2, _costs, "whole")
+    assert whole == [(48, {"all_gather": 0, "reduce_scatter": 0})] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("patches", [[7], [5, 5, 5, 5], [100, 1, 1, 1], [1, 2, 3, 4, 50, 6, 7]])
+def test_whole_images_go_to_ranks_in_order(patches, size):
+    bounds = Images({}, {}, patches).bounds(size)
+    assert bounds[0] == 0 and bounds[-1] == len(patches) and bounds == sorted(bounds)
+    most = max(sum(patches[a:b]) for a, b in pairwise(bounds))
+    assert most <= sum(patches) / size + max(patches)
+
+
+def _bad(rank, size, kind):
+    torch.use_deterministic_algorithms(False)
+    model = model_of("qwen3_vl")
+    batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+    cp = parallelize(model, dist.group.WORLD, reduction="mean")
+    if kind == "placeholders":
+        batch["input_ids"][0, 60] = PLACE
+        batch["mm_token_type_ids"][0, 60] = 1
+    if kind == "images" and rank == 1:
+        batch |= {"pixel_values": batch["pixel_values"][:24], "image_grid_thw": batch["image_grid_thw"][:2]}
+    if kind == "pixels" and rank == 1:
+        batch["pixel_values"] = batch["pixel_values"] * 1.5
+    if kind == "column":
+        batch["boxes"] = torch.zeros(3, 4)
+    if kind == "tree":
+        batch["tree"] = torch.zeros(2, 1, dtype=torch.int64)
+    try:
+        cp.token_stats(model, batch) if kind == "statistics" else model(**batch)
+    except (RefusedError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+BAD = {
+    "placeholders": "Image features and image tokens do not match, tokens: 13, features: 12",
+    "images": "ranks of a CP group were given different whole batches",
+    "pixels": "ranks of a CP group were given different whole batches",
+    "column": "boxes [3, 4] enters Qwen3VLTextModel whole, and nobody shards it",
+    "statistics": "token_stats is of shards, and batches with images are whole",
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_an_error_on_all_ranks(kind):
+    for found in processes(2, _bad, kind):
+        assert BAD[kind] in found, found

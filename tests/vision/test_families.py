@@ -1,0 +1,52 @@
+"""Vision-language models over a CP group, held to one process: losses, and gradients of every weight."""
+
+import pytest
+from equal import compared
+from families import EIGHT
+from ranks import processes
+
+LOSS, GRADIENT = 1e-5, 1e-4
+FEW = ("qwen3_vl", "gemma3", "llava_next", "smolvlm")
+"""Positions and features of several dims, blocks of images, tiles, rows of images."""
+
+
+def check(size, names, case="plain", **options):
+    for found in processes(size, compared, names, case, options):
+        assert found.keys() == set(names)
+        for name, (loss, gradient, where) in found.items():
+            assert loss < LOSS and gradient < GRADIENT, (name, loss, gradient, where)
+
+
+def test_families_on_two_ranks():
+    check(2, EIGHT, config={"layout": "zigzag"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("towers", ["shared", "whole"])
+def test_families(size, layout, towers):
+    check(size, EIGHT, config={"layout": layout}, towers=towers)
+
+
+@pytest.mark.parametrize("layout", ["striped", "contiguous"])
+def test_four_ranks_of_which_some_have_no_image(layout):
+    check(4, ("qwen3_vl", "gemma3"), config={"layout": layout})
+
+
+@pytest.mark.parametrize("case", ["packed", "text", "some rows", "padded", "lora", "frozen"])
+def test_batches_and_models_of_other_kinds(case):
+    check(2, FEW, case, config={"layout": "striped"})
+
+
+@pytest.mark.parametrize("policy", ["full", "attention", "segment"])
+def test_layers_that_recompute(policy):
+    check(2, ("qwen3_vl", "gemma3"), checkpointing=policy)
+
+
+def test_the_models_own_loss():
+    check(2, ("qwen3_vl", "gemma3"), loss="model")
+
+
+def test_a_hybrid_text_tower():
+    check(2, ("qwen3_5",))

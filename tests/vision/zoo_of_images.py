@@ -1,0 +1,73 @@
+"""Every image-text model that transformers names, tiny: is it the same over a CP group, or refused?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # as a program
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "deepspeed/models"))
+
+import torch
+import transformers
+from equal import compared
+from families import CLASSES, config_of
+from ranks import processes
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models.served import use_burst
+
+
+def outcomes(rank: int, size: int, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Of each name (outcome, words): equal, wrong, refused, not built."""
+    return {name: outcome(rank, size, name) for name in names}
+
+
+def outcome(rank: int, size: int, name: str) -> tuple[str, str]:
+    try:
+        _refuse_large(name)
+        ((loss, gradient, where),) = compared(rank, size, (name,), "plain", {}).values()
+    except RefusedError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return _as_it_is(name, f"{type(error).__name__}: {str(error)[:160]}")
+    equal = loss < 1e-5 and gradient < 1e-4
+    return "equal" if equal else "wrong", f"loss {loss:.1e}, gradients {gradient:.1e} ({where})"
+
+
+def _refuse_large(name: str) -> None:
+    with torch.device("meta"):
+        model = _class_of(name)._from_config(config_of(name), attn_implementation="eager")
+    count = sum(p.numel() for p in model.parameters())
+    if count > 6e6:
+        raise ValueError(f"{count:.3g} parameters")
+
+
+def _class_of(name: str) -> Any:
+    return getattr(transformers, CLASSES[name])
+
+
+def _as_it_is(name: str, error: str) -> tuple[str, str]:
+    """Of a model that these tests do not build small: whether its own configuration is refused."""
+    try:
+        with torch.device("meta"):
+            model = _class_of(name)._from_config(CONFIG_MAPPING[name](), attn_implementation="eager")
+        use_burst(model, 2)
+    except RefusedError as refused:
+        return "refused", str(refused)
+    except Exception as again:
+        return "not built", f"{type(again).__name__}: {str(again)[:160]}"
+    return "not built", error
+
+
+if __name__ == "__main__":
+    names = tuple(sys.argv[1:]) or tuple(CLASSES)
+    for first in range(0, len(names), 5):
+        some = names[first : first + 5]
+        mine, other = processes(2, outcomes, some)
+        assert {k: x[0] for k, x in mine.items()} == {k: x[0] for k, x in other.items()}, (mine, other)
+        for name, (what, words) in mine.items():
+            sys.stdout.write(f"{name} | {what} | {' '.join(words.split())}\n")
