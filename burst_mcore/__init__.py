@@ -9,7 +9,7 @@ megatron, deepspeed     adapters to the frameworks; wrap: their functions, repla
 transformers            causal LMs of Hugging Face over shards, the base of deepspeed and torch
 torch                   plain PyTorch: loops by hand over FSDP2 and DDP; compat: other projects' functions
 agreement, config, rates, packages, dtypes, words   shared by all
-scripts                 scripts under a launcher; bench: the old name of the package burst_bench
+scripts                 scripts under a launcher
 
 This package is for training. burst_plan plans and predicts before training, burst_bench measures.
 """

@@ -19,6 +19,7 @@ from plain_loss import linear_cross_entropy
 
 from burst_mcore import Mask, packages
 from burst_mcore.agreement import Agreement
+from burst_mcore.agreement.claims import AHEAD
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.products import products_for
 from burst_mcore.loss.terms import Terms
@@ -145,13 +146,13 @@ def test_memory_that_policies_keep_as_tests_on_gpus_count_it():
 
 
 def test_a_forward_like_an_earlier_one_does_not_wait_for_the_other_hosts(monkeypatch):
-    came, meet = [], Agreement.meet
+    came, post = [], Agreement._post
 
-    def noted(self, signature, *args, ahead=False, **others):
-        came.append((signature["pass"], ahead))
-        return meet(self, signature, *args, ahead=ahead, **others)
+    def noted(self, word, signature, *args):
+        came.append((signature["pass"], word.how == AHEAD))
+        return post(self, word, signature, *args)
 
-    monkeypatch.setattr(Agreement, "meet", noted)
+    monkeypatch.setattr(Agreement, "_post", noted)
     assert not cases.attention(2)
     assert Counter(came) == {(name, ahead): 2 for name in ("forward", "backward") for ahead in (False, True)}
 

@@ -25,7 +25,7 @@ from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.rates import Rates
 from burst_plan.simulate import search

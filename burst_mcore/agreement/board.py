@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
@@ -28,19 +28,29 @@ class Stand(NamedTuple):
 
 
 class Board:
-    """Errors and signatures of numbered calls of one ring, a pass that failed, and places of programs."""
+    """Errors and signatures of numbered calls of one ring, a pass that failed, and places of programs.
+
+    The store ends with its process. Notes that cannot be left then are dropped: nobody is there to read them.
+    """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
 
+    def leave(self, key: str, *values: Any) -> None:
+        """Leave a note for the other ranks; of several with the same key the last is read."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(key, json.dumps(values))
+
+    def find(self, key: str) -> list[Any] | None:
+        """Return the values of a note; None if there is none, or if the store has ended."""
+        with contextlib.suppress(RuntimeError):
+            return list(json.loads(self.store.get(key))) if self.store.check([key]) else None
+        return None
+
     def leave_refusal(self, call: int, error: BaseException) -> None:
         """Tell the ranks that wait in a call that this one refuses it."""
-        self.leave_error(call, f"rank {self.rank} of the ring refused this call: {text_of(error)}")
-
-    def leave_error(self, call: int, text: str, *, gone: bool = False) -> None:
-        """Leave an error for the other ranks. A call has one: of several, the last is read."""
-        with contextlib.suppress(RuntimeError):  # the store goes with its process: nobody can be told
-            self.store.set(f"error/{call}", json.dumps([gone, text]))
+        text = f"rank {self.rank} of the ring refused this call: {text_of(error)}"
+        self.leave(f"error/{call}", False, text)
 
     def error(self, call: int) -> Exception:
         """Return the error that a rank leaves for this call; wait until it does."""
@@ -48,7 +58,10 @@ class Board:
         return RuntimeError(text) if gone else ValueError(text)
 
     def look(self, call: int) -> Exception | None:
-        """Return the error that a rank has left for this call, or of a pass that failed, if there is one."""
+        """Return the error that a rank has left for this call, or of a pass that failed, if there is one.
+
+        Raises RuntimeError if the store has ended.
+        """
         if self.store.check([f"error/{call}"]):
             return self.error(call)
         return self.failed_pass()  # a rank that failed in an earlier call may never come to this one
@@ -57,48 +70,21 @@ class Board:
         """Tell the others, in their waits and their passes, that no call may follow."""
         text = f"rank {self.rank} of the ring {how}: {text_of(error)}"
         with contextlib.suppress(RuntimeError):
-            self.store.compare_set("failed", "", text)  # the first rank that fails has the cause
+            self.store.compare_set("failed", "", json.dumps([text]))  # the first that fails has the cause
 
     def failed_pass(self) -> RuntimeError | None:
         """Return the error of the first rank whose pass failed, if any told so."""
-        with contextlib.suppress(RuntimeError):
-            if self.store.check(["failed"]):
-                return RuntimeError(self.store.get("failed").decode())
-        return None
-
-    def leave_place(self, count: int, place: str) -> None:
-        """Tell the others the place to which the program of this rank has come; count: of places so far."""
-        self.store.set(f"place/{self.rank}", f"{count} {place}")
+        note = self.find("failed")
+        return RuntimeError(*note) if note else None
 
     def absent(self, count: int) -> str:
         """Return the ranks that have come to fewer places, each with its last: "rank 1, last at cp.shard"."""
-        absent = []
-        with contextlib.suppress(RuntimeError):  # the store goes with its process: nobody can be asked
-            for rank in range(self.size):
-                key = f"place/{rank}"
-                note = self.store.get(key).decode() if self.store.check([key]) else "0 no place"
-                if int(note.split()[0]) < count:
-                    absent.append(f"rank {rank}, last at {note.partition(' ')[2]}")
-        return "; ".join(absent)
-
-    def leave_stand(self, call: int, stand: Stand) -> None:
-        """Tell the ranks that wait in a later call where this one stands."""
-        with contextlib.suppress(RuntimeError):
-            self.store.set(
-                "stand", json.dumps([call, *stand[:2], f"rank {self.rank} of the ring, in {stand.text},"])
-            )
-
-    def stand(self, before: int) -> Stand | None:
-        """Return where a rank stands that has come to no call from `before` on, if one told so."""
-        with contextlib.suppress(RuntimeError):
-            if self.store.check(["stand"]):
-                call, *stand = json.loads(self.store.get("stand"))
-                return Stand(*stand) if call < before else None
-        return None
+        notes = {rank: self.find(f"place/{rank}") or (0, "no place") for rank in range(self.size)}
+        return "; ".join(f"rank {rank}, last at {place}" for rank, (n, place) in notes.items() if n < count)
 
     def signatures(self, call: int, own: Signature) -> dict[int, Signature]:
-        """Return what every rank wants to call, by rank. Some may not come, and are not waited for long."""
-        self.store.set(f"signature/{self.rank}/{call}", json.dumps(own))
+        """Return the signatures of all ranks, by rank. Some may not come, and are not waited for long."""
+        self.leave(f"signature/{self.rank}/{call}", own)
         deadline = time.monotonic() + ANSWER_WITHIN.total_seconds()  # of all together, however many are gone
         return {rank: self._signature(f"signature/{rank}/{call}", deadline) for rank in range(self.size)}
 
@@ -107,7 +93,7 @@ class Board:
             self.store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), LAST_LOOK)))
         except RuntimeError:
             return {"answer": f"none within {ANSWER_WITHIN.seconds} s"}
-        return dict(json.loads(self.store.get(key)))
+        return dict(*json.loads(self.store.get(key)))
 
 
 def text_of(error: BaseException) -> str:

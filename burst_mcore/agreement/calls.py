@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from copy import copy
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -23,10 +25,10 @@ from burst_mcore.agreement.claims import AHEAD, REFUSES, WAITS, Signature, Word,
 from burst_mcore.agreement.watch import Meeting, Watch
 
 VERDICT_WITHIN = timedelta(seconds=5)
-"""How long a rank whose hop failed waits to hear whether the ranks disagreed on the call."""
+"""How long a rank whose ring step failed waits to hear whether the ranks disagreed on the call."""
 
 DESTROYED = "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
-"""What a call on a closed ring is told."""
+"""The error of a call on a closed ring."""
 
 
 class Latest(dict[Any, Any]):
@@ -43,19 +45,20 @@ class Latest(dict[Any, Any]):
 class Agreed(NamedTuple):
     """A call on which the ranks agree, or that goes ahead and will be looked at."""
 
-    number: int
-    lengths: list[int] | None
+    number: int = 0
+    lengths: list[int] | None = None
     """The rows of every rank, if they differ."""
-    label: int
+    label: int = 0
     """The same on all ranks that make this call, and another for nearly every other call."""
 
 
 class Agreement:
-    """The agreements of one ring. Every rank keeps one for each control group.
+    """The agreements of one ring: a rank meets the others, refuses, guards a pass, or settles.
 
-    Calls are numbered, refused ones too, so that ranks know which of them are the same. No other collective
-    may use the control group. A disagreement on a call that no rank made ahead leaves the ring as it was.
-    After any other the ring is broken: messages of that call are under way, and every later call is refused.
+    Every rank keeps one for each control group, which no other collective may use. Calls are numbered,
+    refused ones too, so that ranks know which of them are the same. A disagreement on a call that no rank
+    made ahead leaves the ring as it was. After any other the ring is broken: messages of that call are under
+    way, and every later call is refused.
 
     Args:
         group: gloo, over all ranks of the ring.
@@ -77,52 +80,53 @@ class Agreement:
         self._last: Meeting | None = None
         self._told = False
         """Whether the caller has seen the failure."""
-        self.seen = Latest()
-        """Descriptions of calls on which the ranks have agreed in full; values tell nothing."""
+        self._seen = Latest()
+        """Kinds of calls on which all ranks have agreed."""
 
-    def agree(self, signature: Signature, *, ahead: bool = False) -> Agreed:
-        """Return once every rank of the ring has come with the same signature; at once if `ahead`.
+    def meet(
+        self,
+        signature: Signature,
+        if_even: Signature | None = None,
+        rows: int = 0,
+        *,
+        kind: Hashable = None,
+        may_go_ahead: bool = False,
+        of_call: int = 0,
+        place: int = 0,
+    ) -> Agreed:
+        """Return once every rank of the ring has come with the same signature, or go ahead at once.
+
+        A call goes ahead if it may, and if the ranks have agreed on one of its kind; it takes for granted
+        that every rank has as many rows. A backward of autograd settles its calls before it returns.
+
+        Args:
+            if_even: fields that must be the same as well, but only if every rank has as many rows.
+            of_call: of a backward, the number of its forward, which must be the same, too.
+            place: of `come_to`.
 
         Raises:
             ValueError: signatures differ (names each field and who has what), or a rank refused its call.
             RuntimeError: a rank has gone, or did not come within the group's time-out; an earlier call failed
                 in mid-ring; the agreement is closed.
         """
-        return self.meet(signature, {}, 0, ahead=ahead)
-
-    def meet(
-        self,
-        signature: Signature,
-        if_even: Signature,
-        rows: int,
-        *,
-        ahead: bool = False,
-        of_call: int = 0,
-        place: int = 0,
-    ) -> Agreed:
-        """Agree as `agree` does; `if_even` must be the same as well, but only if every rank has as many rows.
-
-        A call that goes ahead takes for granted that every rank has as many.
-
-        Args:
-            of_call: of a backward, the number of its forward, which must be the same, too.
-            place: of `come_to`.
-        """
         self._begin()
+        ahead, fields = may_go_ahead and kind in self._seen, if_even or {}
         with self._present():
-            always, even = [digest_of_items(tuple(items.items())) for items in (signature, if_even)]
+            always, even = [digest_of_items(tuple(x.items())) for x in (signature, fields)]
             word = Word(AHEAD if ahead else WAITS, self._calls, always, even + of_call, rows)
             numbers = {"call": str(self._calls), "of call": str(of_call)}
-            meeting = self._post(word, {**numbers, **signature, **if_even}, place)
-            label = hash(word[1:4])
-            if ahead:
-                return Agreed(self._calls, None, label)
-            meeting.done.wait()
-        if meeting.error is not None:
-            self._told |= meeting.error is self._watch.failure
+            meeting = self._post(word, {**numbers, **signature, **fields}, place)
+            error = None if ahead else meeting.lengths.exception()
+        if error is not None:
+            self._told |= error is self._watch.failure
             # A copy: the error that is kept here must not keep the frames, and tensors, of the caller.
-            raise copy(meeting.error)
-        return Agreed(self._calls, meeting.lengths, label)
+            raise copy(error)
+        lengths = None if ahead else meeting.lengths.result()
+        if kind is not None and lengths is None:
+            self._seen[kind] = True
+        if ahead and torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+        return Agreed(self._calls, lengths, hash(word[1:4]))
 
     def come_to(self, place: str) -> None:
         """Return once every rank of the ring has come to the same place of its program.
@@ -131,35 +135,32 @@ class Agreement:
 
         Raises:
             ValueError: at once, on all ranks: some came to another place, or make a call.
-            RuntimeError: as `agree`, naming absent ranks and their last places; within seconds if one waits
+            RuntimeError: as `meet`, naming absent ranks and their last places; within seconds if one waits
                 for this rank, in a collective of other code.
         """
         self._places += 1
-        self._board.leave_place(self._places, place)
+        self._board.leave(f"place/{self._board.rank}", self._places, place)
         try:
-            self.meet({"at": place}, {}, 0, place=self._places)
+            self.meet({"at": place}, place=self._places)
         except RuntimeError as error:
             absent = self._board.absent(self._places)
             waits = f", and waits for {absent}" if absent else ""
-            here = f"rank {self._board.rank} of the sequence is at {place}"
-            raise RuntimeError(f"{here}{waits}: {error}") from error
-
-    def settle(self) -> None:
-        """Wait until every call that went ahead has been looked at; raise the error of any.
-
-        Raises:
-            ValueError, RuntimeError: as `agree`.
-        """
-        if self._last is not None:
-            with self._present():
-                self._last.done.wait()
-        self._raise_untold()
+            raise RuntimeError(
+                f"rank {self._board.rank} of the sequence is at {place}{waits}: {error}"
+            ) from error
 
     def least(self, value: float) -> float:
         """Return the least of all ranks' values. In a call that all have agreed to make."""
         (bits,) = struct.unpack("q", struct.pack("d", value))
-        everyones = self.meet({"pass": "least of all"}, {}, bits).lengths or [bits]
+        everyones = self.meet({"pass": "least of all"}, rows=bits).lengths or [bits]
         return float(min(struct.unpack("d", struct.pack("q", each))[0] for each in everyones))
+
+    def settle(self) -> None:
+        """Wait until every call that went ahead has been looked at; raise the error of any, as `meet`."""
+        if self._last is not None:
+            with self._present():
+                self._last.lengths.exception()
+        self._raise_untold()
 
     def refuse(self, error: BaseException) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
@@ -170,15 +171,19 @@ class Agreement:
     @contextlib.contextmanager
     def ring(self) -> Iterator[None]:
         """Wrap a pass: after one that fails, its messages are still on their way, and no call may follow."""
-        self._watch.in_pass = True
+        watch = self._watch
+        watch.in_pass = True
         try:
             yield
         except BaseException as error:
-            watch, last = self._watch, self._last
+            last = self._last
             if isinstance(error, RuntimeError) and last is not None and last.word.how == AHEAD:
-                last.done.wait(VERDICT_WITHIN.total_seconds())  # a hop fails of a disagreement, too
-            if type(error) is RuntimeError and watch.failure is None:  # a hop; out of memory is a subclass
-                watch.failure = self._board.failed_pass()
+                with contextlib.suppress(TimeoutError):  # a ring step fails of a disagreement, too
+                    last.lengths.exception(VERDICT_WITHIN.total_seconds())
+            if type(error) is RuntimeError:  # a message was not sent; out of memory is a subclass
+                cause = self._board.failed_pass()
+                if cause is not None:
+                    watch.fail(cause)
             failure, self._told = watch.failure, True
             if failure is None:
                 self._fail(error, "failed in mid-ring")
@@ -188,7 +193,7 @@ class Agreement:
         else:
             self._raise_untold()  # an abort ends waits on NCCL without an error, and without values
         finally:
-            self._watch.in_pass = False
+            watch.in_pass = False
 
     def close(self) -> None:
         """Stop the thread of the exchanges. No call may follow."""
@@ -207,19 +212,20 @@ class Agreement:
 
     def _fail(self, error: BaseException, how: str) -> None:
         """Let no call follow on any rank."""
-        self._watch.failure = RuntimeError(text_of(error))
+        self._watch.fail(RuntimeError(text_of(error)))
         self._board.leave_failure(error, how)
 
     def _begin(self) -> None:
         """Number the call. Refuse it if an earlier one failed."""
+        failure = self._watch.failure
         if self._watch.stopping:
             raise RuntimeError(DESTROYED)
-        if isinstance(self._watch.failure, ValueError):  # names ranks and fields; others are told below
+        if isinstance(failure, ValueError):  # names ranks and fields; others are told below
             self._raise_untold()
-        if self._watch.failure is not None:
+        if failure is not None:
             error = RuntimeError(
                 f"an earlier call failed in mid-ring on this rank, or was interrupted, so that messages of "
-                f"it may still be on their way: make the process group anew ({self._watch.failure})"
+                f"it may still be on their way: make the process group anew ({failure})"
             )
             self.refuse(error)
             raise error
@@ -227,13 +233,25 @@ class Agreement:
 
     def _raise_untold(self) -> None:
         """Raise the failure of a call that went ahead, unless the caller has seen it."""
-        if self._watch.failure is not None and not self._told:
+        failure = self._watch.failure
+        if failure is not None and not self._told:
             self._told = True
-            raise copy(self._watch.failure)
+            raise copy(failure)
 
     def _post(self, word: Word, signature: Signature, place: int = 0) -> Meeting:
-        self._last = Meeting(word, signature, place)
+        self._last = Meeting(word, signature, place, Future())
         self._watch.meetings.put(self._last)
-        if self._watch.thread is None:
+        if self._watch.thread.ident is None:
             self._watch.start()
         return self._last
+
+
+@contextlib.contextmanager
+def refusing(agreement: Agreement | None) -> Iterator[None]:
+    """Tell the other ranks if the block fails, so that none of them waits; None: there are no others."""
+    try:
+        yield
+    except BaseException as error:
+        if agreement is not None:
+            agreement.refuse(error)
+        raise

@@ -1,9 +1,9 @@
-"""What ranks compare: the claims of ranks, their words on a call, and texts for how they differ. Pure."""
+"""What ranks compare: claims, words on a numbered call, and the text of their differences. Pure functions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,17 +13,24 @@ Signature = dict[str, str]
 """By field, values that must be the same on all ranks."""
 WAITS, REFUSES, AHEAD = range(3)
 """How a rank comes to a call."""
+REFUSED = -1
+"""The number of a claim with an error."""
 
 
 class Claim(NamedTuple):
-    """What one rank brings: the signature of its call, or the error for which it makes none."""
+    """The signature of one rank's call, or the error for which the rank makes none."""
 
     signature: Signature
     error: str | None = None
 
+    @property
+    def number(self) -> int:
+        """An integer that ranks compare before texts: the signature's digest, or REFUSED."""
+        return REFUSED if self.error is not None else digest_of(self.signature)
+
 
 class Word(NamedTuple):
-    """The integers with which a rank comes to a numbered call."""
+    """The integers with which a rank comes to a numbered call, 40 bytes."""
 
     how: int
     call: int = 0
@@ -45,34 +52,22 @@ def digest_of_items(items: tuple[tuple[str, str], ...]) -> int:
     return int(digest(json.dumps(dict(items), sort_keys=True))[:14], 16)
 
 
-def summary(claim: Claim) -> tuple[int, int]:
-    """Return the integers that ranks compare first: whether there is an error, and the signature's digest."""
-    return int(claim.error is not None), digest_of(claim.signature)
-
-
-def alike(summaries: Sequence[Sequence[int]]) -> bool:
-    """Return whether no rank has an error and all have the same signature; other integers do not count."""
-    return len({tuple(each[:2]) for each in summaries}) == 1 and not summaries[0][0]
+def alike(numbers: Iterable[int]) -> bool:
+    """Return whether claims with these numbers have one signature, and no error."""
+    numbers = set(numbers)
+    return len(numbers) == 1 and REFUSED not in numbers
 
 
 def disagreement(claims: Mapping[int, Claim]) -> str | None:
-    """Return why ranks, which bring these claims, do not agree; None if they do.
+    """Return why ranks with these claims do not agree; None if they do.
 
-    Errors come before differences: "rank 1: labels must be int64". Without errors, the values of the fields
-    that differ follow: "ranks make different calls: ranks [0, 2]: mean; ranks [1]: sum".
+    Errors come before differences: "rank 1: labels must be int64", else "ranks make different calls: ...".
     """
     errors = [f"rank {rank}: {claim.error}" for rank, claim in claims.items() if claim.error is not None]
     if errors:
         return "; ".join(errors)
-    differing = list(_differing({rank: claim.signature for rank, claim in claims.items()}))
-    if not differing:
-        return None
-    values = {
-        rank: ", ".join(claim.signature[field] for field, _ in differing if field in claim.signature)
-        for rank, claim in claims.items()
-    }
-    groups = (f"ranks {ranks}: {value}" for value, ranks in ranks_by_value(values).items())
-    return f"ranks make different calls: {'; '.join(groups)}"
+    text = differences({rank: claim.signature for rank, claim in claims.items()})
+    return f"ranks make different calls: {text}" if text else None
 
 
 def differences(signatures: Mapping[int, Signature]) -> str:
@@ -80,23 +75,13 @@ def differences(signatures: Mapping[int, Signature]) -> str:
 
     For instance "layout: zigzag on ranks [0], striped on ranks [1]; softcap: 5.0 on ranks [0], ...".
     """
-    return "; ".join(
-        f"{field}: {', '.join(f'{value} on ranks {ranks}' for value, ranks in by_value.items())}"
-        for field, by_value in _differing(signatures)
-    )
-
-
-def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks that have each value, in the order of the first of them."""
-    return {value: [rank for rank in values if values[rank] == value] for value in values.values()}
-
-
-def _differing(signatures: Mapping[int, Signature]) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Yield each field that differs between ranks, and the ranks of each value."""
+    texts = []
     for field in dict.fromkeys(field for signature in signatures.values() for field in signature):
-        by_value = ranks_by_value({rank: each.get(field, "nothing") for rank, each in signatures.items()})
-        if len(by_value) > 1:
-            yield field, by_value
+        values = {rank: each.get(field, "nothing") for rank, each in signatures.items()}
+        ranks = {value: [rank for rank in values if values[rank] == value] for value in values.values()}
+        if len(ranks) > 1:
+            texts.append(f"{field}: {', '.join(f'{value} on ranks {ranks[value]}' for value in ranks)}")
+    return "; ".join(texts)
 
 
 def lengths_of(words: Sequence[Word], signatures: Callable[[], Mapping[int, Signature]]) -> list[int] | None:

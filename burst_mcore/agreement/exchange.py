@@ -1,8 +1,7 @@
-"""How ranks learn each other's claims: a few integers at every call, text where these differ.
+"""How ranks learn each other's claims: integers at every call, text where the integers differ.
 
-An exchange knows nothing of what its integers mean: `integers(mine)` returns those of every rank, by rank.
-`Collective` does so by one all-gather, which every rank must reach. `Gathering` can be interrupted: a rank
-that waits looks for an error that another rank has left for it.
+`integers_of` is one all-gather, which every rank must reach. The waits of a `Gathering` can be ended: a rank
+that waits looks for the error of another.
 """
 
 from __future__ import annotations
@@ -20,25 +19,20 @@ LOOK_EVERY = timedelta(seconds=1)
 """How often a waiting rank looks for the error of another."""
 
 
-class Collective:
-    """Exchanges over one process group; every rank of the group must make the same ones.
+def integers_of(
+    group: dist.ProcessGroup, mine: Sequence[int], device: torch.device | None = None
+) -> list[list[int]]:
+    """Return the integers of every rank of a group, by rank; all give as many. Collective over the group.
 
     Args:
         device: where NCCL finds the integers, by default the current GPU; other backends use the CPU.
     """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        nccl = dist.get_backend(group) == "nccl"
-        self._group = group
-        self._device = device or torch.device("cuda") if nccl else torch.device("cpu")
-
-    def integers(self, mine: Sequence[int]) -> list[list[int]]:
-        """Return the integers of every rank of the group, by rank; all bring as many."""
-        row = torch.tensor([*mine], dtype=torch.int64, device=self._device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, row, group=self._group)
-        table: list[list[int]] = torch.stack(rows).tolist()
-        return table
+    nccl = dist.get_backend(group) == "nccl"
+    row = torch.tensor([*mine], dtype=torch.int64, device=(device or "cuda") if nccl else "cpu")
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    table: list[list[int]] = torch.stack(rows).tolist()
+    return table
 
 
 def claims_of(groups: Sequence[dist.ProcessGroup], claim: Claim) -> dict[int, Claim]:
@@ -96,7 +90,7 @@ class Gathering:
                 self._wait(gathering)
         except BaseException as error:  # the others have begun a broadcast
             self._fail(error)
-            self._broadcast(self._nobodys())
+            self._broadcast_absence()
             raise
         self._wait(gathering, self._broadcast(table))
         rows: list[list[int]] = table[self._order].tolist()
@@ -105,7 +99,7 @@ class Gathering:
     def stay_in_step(self) -> None:
         """Take part in an exchange that this rank did not come to; the others may have left it by now."""
         self._gather(self._absent)
-        self._broadcast(self._nobodys())
+        self._broadcast_absence()
 
     def gone(self, error: RuntimeError) -> RuntimeError:
         """Return the error of a rank that waited in vain."""
@@ -126,9 +120,9 @@ class Gathering:
         assert isinstance(work, dist.Work)
         return work
 
-    def _nobodys(self) -> Tensor:
-        """Return a new table of absent ranks: a gather that nobody waits for may still write into its own."""
-        return torch.tensor([self._absent] * len(self._order))
+    def _broadcast_absence(self) -> None:
+        """Broadcast a new table: a gather that nobody waits for may still write into its own."""
+        self._broadcast(torch.tensor([self._absent] * len(self._order)))
 
     def _wait(self, *works: dist.Work) -> None:
         """Wait until the last is complete, `look` raises, or one of them has failed."""

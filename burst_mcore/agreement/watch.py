@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import queue
 import sys
@@ -10,8 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -26,21 +27,19 @@ WARN_AFTER = 10.0
 logger = logging.getLogger("burst_mcore")
 
 
-@dataclass(eq=False)
-class Meeting:
-    """One exchange: the word and the signature of this rank, and the result once it is done."""
+class Meeting(NamedTuple):
+    """One exchange: this rank's word and signature, and the result, which is set by the thread."""
 
     word: Word
     signature: Signature
-    place: int = 0
+    place: int
     """The number of the place to which the program has come (`Agreement.come_to`); 0: a call."""
-    done: threading.Event = field(default_factory=threading.Event)
-    lengths: list[int] | None = None
-    error: Exception | None = None
+    lengths: Future[list[int] | None]
+    """The rows of all ranks if they differ, or an error."""
 
 
 class Watch:
-    """The thread of one rank, and what it shares with the thread that makes the calls: see `Agreement`."""
+    """The thread of one rank, and the state that it shares with the thread that makes the calls."""
 
     def __init__(
         self, group: dist.ProcessGroup, ranks: Sequence[int], board: Board, abort: Callable[[], None]
@@ -49,21 +48,29 @@ class Watch:
         self._exchange = Gathering(
             group, ranks, board.rank, absent=Word(REFUSES), look=self._look, fail=self._leave_error
         )
-        self.failure: Exception | None = None
-        """Why no call may follow."""
         self.in_pass = self.stopping = False
-        self.thread: threading.Thread | None = None
+        """Written by the thread that makes the calls."""
+        self.failure: Exception | None = None
+        """Why no call may follow, if that is so; written by `fail`."""
+        self._failing = threading.Lock()
         self.meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
         """The exchanges that the thread is to make; None wakes it."""
-        self._under_way = Meeting(Word(REFUSES), {})
+        self._under_way = Meeting(Word(REFUSES), {}, 0, Future())
         self._warn_at = 0.0
         self._stand: Stand | None = None
         """The collective of other code in which the main thread stood at the last look."""
+        name = f"burst_mcore agreement {board.rank}"
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def fail(self, error: Exception) -> bool:
+        """Let no call follow, from either thread; return whether this reason is the first, which counts."""
+        with self._failing:
+            first = self.failure is None
+            self.failure = self.failure or error
+        return first
 
     def start(self) -> None:
         """Start the thread, at the first exchange."""
-        name = f"burst_mcore agreement {self._board.rank}"
-        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         _RUNNING.add(self)
         self.thread.start()
 
@@ -71,7 +78,7 @@ class Watch:
         """Stop the thread. A thread that looks late, on a busy machine, is waited for."""
         self.stopping = True
         self.meetings.put(None)
-        if self.thread is not None:
+        if self.thread.ident is not None:
             self.thread.join(10 * LOOK_EVERY.total_seconds())
 
     def _work(self) -> None:
@@ -80,42 +87,43 @@ class Watch:
             try:
                 meeting = self.meetings.get(timeout=LOOK_EVERY.total_seconds())
             except queue.Empty:
-                error = self._board.failed_pass() if self.in_pass and self.failure is None else None
-                if error is not None:
-                    self._break(error)
-                if not self.in_pass:
-                    self._tell_stand()
+                self._look_around()
                 continue
             if meeting is not None:
                 self._hold(meeting)
 
-    def _tell_stand(self) -> None:
-        """Tell the ranks that wait for this one in which collective of other code its main thread stands."""
-        before, self._stand = self._stand, stand_of_main_thread()
-        if self._stand is not None and self._stand == before:  # at two looks: not on its way through
-            self._board.leave_stand(self._under_way.word.call, self._stand)
+    def _look_around(self) -> None:
+        """In a pass: end its waits if another rank failed. Else tell where this rank stands."""
+        if self.in_pass and self.failure is None:
+            error = self._board.failed_pass()
+            if error is not None:
+                self._break(error)
+        elif not self.in_pass:
+            before, self._stand = self._stand, stand_of_main_thread()
+            if self._stand is not None and self._stand == before:  # at two looks: not on its way through
+                self._board.leave("stand", self._under_way.word.call, self._board.rank, *self._stand)
 
     def _hold(self, meeting: Meeting) -> None:
-        word, failure = meeting.word, self.failure
         self._under_way = meeting
         self._warn_at = time.monotonic() + WARN_AFTER if meeting.place else float("inf")
         try:
-            if failure is not None and word.how != REFUSES:  # the pass of an earlier call failed meanwhile
-                meeting.error = failure
-                self._board.leave_refusal(word.call, failure)
-            if failure is not None or word.how == REFUSES:
-                self._exchange.stay_in_step()
-            else:
-                meeting.lengths = self._agreed(word, meeting.signature)
+            meeting.lengths.set_result(self._lengths(meeting.word, meeting.signature))
         except Exception as error:
-            meeting.error = meeting.error or error
-            if word.how == AHEAD:
+            if meeting.word.how == AHEAD:
                 self._break(error)
-        finally:
-            meeting.done.set()
+            meeting.lengths.set_exception(error)
 
-    def _agreed(self, word: Word, signature: Signature) -> list[int] | None:
+    def _lengths(self, word: Word, signature: Signature) -> list[int] | None:
         """Exchange words; return the rows of all ranks if they differ. Raise if the ranks do not agree."""
+        failure = self.failure
+        if failure is not None and word.how != REFUSES:  # the pass of an earlier call failed meanwhile
+            self._board.leave_refusal(word.call, failure)
+        if failure is not None or word.how == REFUSES:
+            with contextlib.suppress(RuntimeError):  # the others have gone
+                self._exchange.stay_in_step()
+            if failure is not None:
+                raise failure
+            return None
         words = [Word(*each) for each in self._exchange.integers(word)]
         hows = {each.how for each in words}
         try:
@@ -129,10 +137,7 @@ class Watch:
 
     def _break(self, error: Exception) -> None:
         """End the ring: a call went ahead that not all ranks make, so its messages never come."""
-        if self.failure is not None:
-            return
-        self.failure = error
-        if not self.stopping:
+        if self.fail(error) and not self.stopping:
             logger.error("%s", error)
             try:
                 self._abort()
@@ -141,36 +146,32 @@ class Watch:
 
     def _look(self) -> None:
         """Raise an error that ends the wait for the others, if there is one."""
+        word, rank = self._under_way.word, self._board.rank
         if self.stopping:
-            raise RuntimeError(f"the process of rank {self._board.rank} of the ring ends")
+            raise RuntimeError(f"the process of rank {rank} of the ring ends")
         try:
-            error = self._board.look(self._under_way.word.call)
+            error = self._board.look(word.call)
         except RuntimeError as lost:
             raise self._exchange.gone(lost) from lost
         if error is not None:
             raise error from None
-        if self._under_way.word.how == WAITS:  # the main thread waits for this call, and begins nothing
-            self._raise_stand()
+        if word.how == WAITS:  # the main thread waits for this call, and begins nothing
+            stood = stand_before(word.call, self._board)
+            if stood is not None:
+                error = RuntimeError(f"{stood} waits for rank {rank}, which waits here")
+                self._board.leave_failure(error, "cannot go on")
+                raise error
         if time.monotonic() > self._warn_at:
             self._warn_at = float("inf")
-            here, absent = self._under_way.signature["at"], self._board.absent(self._under_way.place)
+            place, absent = self._under_way.signature["at"], self._board.absent(self._under_way.place)
             text = "rank %d of the sequence has waited for %d s at %s, for %s"
-            logger.warning(text, self._board.rank, WARN_AFTER, here, absent or "a message")
-
-    def _raise_stand(self) -> None:
-        """Raise if an absent rank waits for this one, in a collective that this one has not begun."""
-        call, rank = self._under_way.word.call, self._board.rank
-        stand = self._board.stand(call)
-        if stand is not None and never_joined(stand):
-            error = RuntimeError(f"{stand.text} waits for rank {rank}, which waits here")
-            self._board.leave_failure(error, "cannot go on")
-            raise error
+            logger.warning(text, rank, WARN_AFTER, place, absent or "a message")
 
     def _leave_error(self, error: BaseException) -> None:
         """Tell the other ranks why the hub stopped waiting, unless a rank has told them already."""
         if not isinstance(error, ValueError):
             text = str(error) if isinstance(error, RuntimeError) else text_of(error)
-            self._board.leave_error(self._under_way.word.call, text, gone=True)
+            self._board.leave(f"error/{self._under_way.word.call}", True, text)
 
 
 def stand_of_main_thread() -> Stand | None:
@@ -188,9 +189,15 @@ def stand_of_main_thread() -> Stand | None:
     return Stand(group.group_name, _begun(group), text)
 
 
-def never_joined(stand: Stand) -> bool:
-    """Return whether this rank is of the group, and has begun fewer of its collectives."""
-    return any(_begun(each) < stand.number for each in c10d._world.pg_names if each.group_name == stand.group)
+def stand_before(call: int, board: Board) -> str | None:
+    """Return the stand of a rank that came to no such call, in a collective that this rank has not begun."""
+    note = board.find("stand")
+    if note is None or note[0] >= call:
+        return None
+    _, rank, name, number, text = note
+    if not any(_begun(group) < number for group in c10d._world.pg_names if group.group_name == name):
+        return None
+    return f"rank {rank} of the ring, in {text},"
 
 
 def _begun(group: Any) -> int:

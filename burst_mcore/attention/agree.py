@@ -1,18 +1,16 @@
-"""How the ranks of a ring agree on a forward, its backward, and errors, so that no rank waits in vain."""
+"""How the ranks of a ring agree on a forward and its backward, so that no rank waits in vain."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from burst_mcore.agreement import DESTROYED, Agreed, Agreement
+from burst_mcore.agreement import DESTROYED, Agreed, Agreement, refusing
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.replay import Recompute
 from burst_mcore.attention.request import Request
+from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.runtime.executor import GroupTransport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
@@ -28,28 +26,15 @@ class CallRecord(NamedTuple):
 
 
 def agreement_of(topology: Topology) -> Agreement | None:
-    """Return the agreement of a ring, made at its first use; None for one rank, which agrees with nobody."""
-    communicators = topology.communicators
-    if communicators is None:
+    """Return the agreement of a ring's ranks, made at its first use; None for a single rank."""
+    ring = topology.communicators
+    if ring is None:
         return None
-    if communicators.destroyed:
+    if ring.destroyed:
         raise RuntimeError(DESTROYED)
-    if communicators.agreement is None:
-        communicators.agreement = Agreement(
-            communicators.control, communicators.ranks, topology.rank, communicators.abort
-        )
-    return communicators.agreement
-
-
-@contextlib.contextmanager
-def refusing(agreement: Agreement | None) -> Iterator[None]:
-    """Tell the other ranks if the block fails, so that none of them waits."""
-    try:
-        yield
-    except BaseException as error:
-        if agreement is not None:
-            agreement.refuse(error)
-        raise
+    if ring.agreement is None:
+        ring.agreement = Agreement(ring.control, ring.ranks, topology.rank, ring.abort)
+    return ring.agreement
 
 
 def agree_on_call(
@@ -70,35 +55,32 @@ def agree_on_call(
     tokens, size = request.shard.tokens, request.ranks.size
     even = (tokens,) * size
     if agreement is None:
-        return call_of(request, even), Agreed(0, None, 0), even
-    manner = {"gradient wanted": str(needs_gradient), **recompute.signature}
-    signature = {**request.signature, **manner}
-    call, problem, details = None, None, {}
-    description, ahead = None, False
+        return call_of(request, even), Agreed(), even
+    signature = {**request.signature, "gradient wanted": str(needs_gradient), **recompute.signature}
+    problem, kind, may_go_ahead = None, None, False
     with refusing(agreement):
         try:  # as it is if all ranks hold as many tokens
             call = call_of(request, even)
-            details = call.signature
+            if_even = call.signature
         except ValueError as error:  # it may be legal with the lengths of the others
-            problem, details = error, {"problem": str(error)}
+            problem, if_even = error, {"problem": str(error)}
         of_known_length = request.device == "cuda" or request.mask.document_ends is not None
-        if call is not None and not recompute.at_most and of_known_length:
-            description = "forward", *_alike(request, call), *manner.values()
+        if problem is None and of_known_length and not recompute.at_most:
+            kind = "forward", needs_gradient, *recompute.signature.values(), *_kind(request, call)
             transport = transport_of(topology, call.route, request.config.max_ctas)
-            ahead = description in agreement.seen and transport.connected(passes_of(call, needs_gradient))
-    agreed = agreement.meet({"pass": "forward", **signature}, details, tokens, ahead=ahead)
-    if description is not None and agreed.lengths is None:
-        agreement.seen[description] = True
-    lengths = agreed.lengths
-    if lengths is not None:
-        with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
-            call = call_of(request, tuple(lengths))
-        known = agreement.agree({"pass": "forward, lengths known", **signature, **call.signature})
-        agreed = agreed._replace(label=known.label)
-    elif problem is not None:
-        raise problem
-    assert call is not None
-    return call, agreed, even if lengths is None else tuple(lengths)
+            may_go_ahead = transport.connected(passes_of(call, needs_gradient))
+    agreed = agreement.meet(
+        {"pass": "forward", **signature}, if_even, tokens, kind=kind, may_go_ahead=may_go_ahead
+    )
+    if agreed.lengths is None:
+        if problem is not None:
+            raise problem
+        return call, agreed, even
+    lengths = tuple(agreed.lengths)
+    with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
+        call = call_of(request, lengths)
+    known = agreement.meet({"pass": "forward, lengths known", **signature, **call.signature})
+    return call, agreed._replace(label=known.label), lengths
 
 
 def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
@@ -106,11 +88,11 @@ def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
     return (Pass.FORWARD, call.direction) if needs_gradient else (Pass.FORWARD,)
 
 
-def _alike(request: Request, call: Call) -> tuple[object, ...]:
+def _kind(request: Request, call: Call) -> tuple[object, ...]:
     """Return the properties by which a call is like an earlier one, whatever the documents."""
-    own = request.shard, request.config, request.scores, request.mask.of_layer
+    shared = request.shard, request.config, request.scores, request.mask.of_layer
     wanted = request.return_lse, request.sinks, request.rotates
-    return *own, *wanted, call.route, call.direction, call.kernel.name
+    return *shared, *wanted, call.route, call.direction, call.kernel.name
 
 
 def agree_on_backward(
@@ -127,18 +109,12 @@ def agree_on_backward(
     A call that goes ahead is looked at before the whole backward of autograd returns.
     """
     if agreement is None:
-        return Agreed(0, None, 0)
-    signature = {
-        "pass": "backward",
-        "gradient through lse": str(through_lse),
-        **request.signature,
-        **call.signature,
-    }
-    description = "backward", request.shard, request.config, request.scores, call.route, through_lse
+        return Agreed()
+    lse = {"pass": "backward", "gradient through lse": str(through_lse)}
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
-    ahead = in_autograd and description in agreement.seen and transport.connected((call.direction,))
-    agreed = agreement.meet(signature, {}, 0, ahead=ahead, of_call=record.number)
-    agreement.seen[description] = True
-    if ahead:
-        torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
-    return agreed
+    return agreement.meet(
+        {**lse, **request.signature, **call.signature},
+        kind=("backward", request.shard, request.config, request.scores, call.route, through_lse),
+        may_go_ahead=in_autograd and transport.connected((call.direction,)),
+        of_call=record.number,
+    )

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from burst_mcore.attention.agree import agreement_of, refusing
+from burst_mcore.agreement import refusing
+from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.checks import check_parts, no_topology
 from burst_mcore.attention.compiled import Keyed, attention_forward, key_in_graph
 from burst_mcore.attention.function import attend, gradient_wanted

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from burst_mcore.attention.agree import CallRecord, agreement_of, refusing
+from burst_mcore.agreement import refusing
+from burst_mcore.attention.agree import CallRecord, agreement_of
 from burst_mcore.attention.function import Saved, run_backward, run_forward
-from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.replay import NOTHING_KEPT, CallId, compare, entered
 from burst_mcore.attention.request import Options, Tensors, validate
+from burst_mcore.attention.resolve import call_of
 from burst_mcore.dtypes import wide
 
 

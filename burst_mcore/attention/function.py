@@ -14,15 +14,8 @@ from typing import Any, NamedTuple, Never
 import torch
 from torch import Tensor
 
-from burst_mcore.agreement import Agreement
-from burst_mcore.attention.agree import (
-    CallRecord,
-    agree_on_backward,
-    agree_on_call,
-    agreement_of,
-    passes_of,
-    refusing,
-)
+from burst_mcore.agreement import Agreement, refusing
+from burst_mcore.attention.agree import CallRecord, agree_on_backward, agree_on_call, agreement_of, passes_of
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward

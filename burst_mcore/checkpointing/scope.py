@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from burst_mcore.agreement import refusing
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.replay import (
     CallId,
@@ -114,10 +115,8 @@ class Record:
                 f"forward made {len(self.call_ids)}; the next was {call_id}: a checkpointed function must do "
                 f"the same both times"
             )
-            agreement = agreement_of(call_id.topology)
-            if agreement is not None:  # the other ranks may wait for the call
-                agreement.refuse(error)
-            raise error
+            with refusing(agreement_of(call_id.topology)):  # the other ranks may wait for the call
+                raise error
 
 
 class _Forward:

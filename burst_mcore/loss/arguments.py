@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.agreement import Claim, Collective, Signature, alike, claims_of, disagreement, summary
+from burst_mcore.agreement import REFUSED, Claim, Signature, alike, claims_of, disagreement, integers_of
 from burst_mcore.dtypes import DTYPES, wide
 from burst_mcore.loss.checksums import checksum, fingerprint
 from burst_mcore.loss.chunked import Head, automatic_chunk, chunk_bytes
@@ -123,18 +123,18 @@ def _agreed(
     if tp_group is not None and error is None:
         whole_signature = signature | _signature_of_tokens(a)
     device = a.hidden.device if isinstance(a.hidden, Tensor) and a.hidden.is_cuda else None
-    mine = summary(Claim(whole_signature, error))
-    table = [[*mine, *numbers]]
+    table = [[Claim(whole_signature, error).number, *numbers]]
     if tp_group is not None:
-        table = Collective(tp_group, device).integers(table[0])
-    everyones = [row[len(mine) :] for row in table]
-    if not any(row[0] for row in table):  # legal each by itself
+        table = integers_of(tp_group, table[0], device)
+    everyones = [row[1:] for row in table]
+    claims = [row[0] for row in table]
+    if REFUSED not in claims:  # legal each by itself
         error = _wrong_together(a, everyones, valid_tokens)
-    agreed = alike(table) and error is None
+    agreed = alike(claims) and error is None
     for group in groups:
         if group is not tp_group:
-            mine = summary(Claim(signature, None if agreed else "in the other group"))
-            agreed = alike(Collective(group, device).integers(mine)) and agreed
+            mine = Claim(signature, None if agreed else "in the other group").number
+            agreed = alike(claim for (claim,) in integers_of(group, [mine], device)) and agreed
     if agreed:
         return everyones
     if not groups:
@@ -279,28 +279,29 @@ def _wrong_together(a: LossArguments, everyones: list[list[int]], valid_tokens: 
 
 
 def _signature(a: LossArguments) -> Signature:
-    """Return the properties common to all ranks of both groups; values name their fields for errors."""
+    """Return the fields that must be the same on all ranks of both groups."""
     dtype, dim = getattr(a.hidden, "dtype", None), getattr(a.hidden, "shape", (None,))[-1:]
     learn = [bool(getattr(x, "requires_grad", False)) for x in (a.hidden, a.weight, a.bias)]
     return {
         "dtype": str(dtype),
-        "d": f"d = {[*dim]}",
+        "d": str([*dim]),
         "reduction": str(a.reduction),
         "terms": str(a.terms),
-        "ignore_index": f"ignore_index = {a.ignore_index}",
-        "bias": f"bias: {a.bias is not None}",
-        "metrics": f"metrics: {a.return_metrics}",
-        "autograd": f"autograd: {torch.is_grad_enabled()}",
-        "gradients": f"hidden, weight, bias require gradients: {learn}",
+        "ignore_index": str(a.ignore_index),
+        "bias": str(a.bias is not None),
+        "metrics": str(a.return_metrics),
+        "autograd": str(torch.is_grad_enabled()),
+        "hidden, weight, bias require gradients": str(learn),
     }
 
 
 def _signature_of_tokens(a: LossArguments) -> Signature:
+    """Return the fields that must be the same on all ranks of tp_group as well."""
     tensors = [a.labels] if a.weights is None else [a.labels, a.weights]
     sums = torch.stack([checksum(x) for x in tensors]).tolist()
     return {
-        "labels": f"labels {[*a.labels.shape]}",
-        "checksums": f"checksums of labels, and of weights or temperatures, {sums}",
-        "chunk_tokens": f"chunk_tokens = {a.chunk_tokens}",
-        "sequence_parallel": f"sequence_parallel: {a.sequence_parallel}",
+        "shape of labels": str([*a.labels.shape]),
+        "checksums of labels, and of weights or temperatures": str(sums),
+        "chunk_tokens": str(a.chunk_tokens),
+        "sequence_parallel": str(a.sequence_parallel),
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.agree import refusing
+from burst_mcore.agreement import refusing
 from burst_mcore.recurrent.exchange import halo_of, resized, scanned
 from burst_mcore.recurrent.kernels import Recurrence, Tensors
 from burst_mcore.recurrent.runs import Runs

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from burst_mcore.agreement import Signature
-from burst_mcore.attention.agree import agreement_of, refusing
+from burst_mcore.agreement import Signature, refusing
+from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.executor import Buffer, Transport
 from burst_mcore.attention.schedule.actions import Recv, Send, Wait
 from burst_mcore.recurrent.halo import turned

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from burst_mcore.agreement import Agreement, Signature
-from burst_mcore.attention.agree import agreement_of, refusing
+from burst_mcore.agreement import Agreement, Signature, refusing
+from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
@@ -96,17 +95,16 @@ class Shards:
         if agreement is None:
             yield transport
             return
-        description = tuple(signature.items())
-        ahead = description in agreement.seen and transport.connected((Pass.KV,))
         sharded = {
             "layout": str(self.layout),
             "tokens": str(self.tokens),
             "documents": digest(str(self.ends)),
         }
-        agreed = agreement.agree({**signature, **sharded}, ahead=ahead)
-        agreement.seen[description] = True
-        if ahead and torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(agreement.settle)
+        agreed = agreement.meet(
+            {**signature, **sharded},
+            kind=tuple(signature.items()),
+            may_go_ahead=transport.connected((Pass.KV,)),
+        )
         with agreement.ring():
             transport.connect(Pass.KV)
             yield transport.labelled(agreed.label)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.agreement import Collective
+from burst_mcore.agreement import integers_of
 from burst_mcore.loss import unpatched
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
@@ -137,7 +137,7 @@ def sharing(trainer: Any, *settings: str) -> int:
 def rows_of_ranks(x: Tensor) -> list[Tensor]:
     """Return the rows that every rank has of a tensor, by rank, also where the numbers of rows differ."""
     x = x.clone()[None] if x.dim() == 0 else x.contiguous()
-    rows = [count for (count,) in Collective(dist.group.WORLD).integers([len(x)])]  # type: ignore[arg-type]
+    rows = [count for (count,) in integers_of(dist.group.WORLD, [len(x)])]  # type: ignore[arg-type]
     parts = [x.new_empty((max(rows), *x.shape[1:])) for _ in rows]
     dist.all_gather(parts, torch.cat([x, x.new_zeros((max(rows) - len(x), *x.shape[1:]))]))
     return [part[:count] for part, count in zip(parts, rows, strict=True)]

@@ -15,6 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from comparison import comparison
 from drawing import GREY, INK, LIGHT, Drawing, colour
 from timelines import COMMANDS, timeline
 
@@ -430,7 +431,8 @@ def _span(buffer: str) -> str:
 
 
 DRAWN: dict[str, Callable[[], Drawing]] = {
-    draw.__name__: draw for draw in (ring, query, double, work, layouts, masks, rows, segments, loss, states)
+    draw.__name__: draw
+    for draw in (comparison, ring, query, double, work, layouts, masks, rows, segments, loss, states)
 } | {name: partial(timeline, name) for name in COMMANDS}
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from burst_plan.simulate.costing import Costs
 
 PAGE = Path(__file__).parents[1] / "evidence" / "regret.md"
 KEPT = Path("runs/regret.pkl")
-LISTED = 0.145
-"""The rule is behind by more in the cells that the page lists: by 15 % or more, rounded."""
+LISTED = 0.195
+"""The rule is behind by more in the cells that the page lists: by 20 % or more, rounded."""
 SUMMARY = (
     "| cells | `head_parallel` | number | within 5 % | within 20 % | at most |\n|---|---|---|---|---|---|\n"
 )

@@ -205,10 +205,3 @@ def test_committed_results_say_the_commit_the_machine_and_bars_that_follow(file)
     for refused in results.refused:  # what was not timed has no times
         table = results.tables[refused["case"]]
         assert not {(refused["method"], meter) for meter in ("cpu", "wall")} & table.keys(), refused
-
-
-@pytest.mark.parametrize("old", ["", ".check", ".report"])
-def test_old_names_run_the_bench_for_one_release(old):
-    names = (f"burst_bench{old}", f"burst_mcore.bench{old}")
-    said = [limits.run([sys.executable, "-m", name, "--help"]).stdout for name in names]
-    assert said[0] == said[1] and "usage" in said[0].lower()

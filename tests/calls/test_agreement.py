@@ -13,13 +13,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from burst_mcore.agreement import (
     Agreement,
     Claim,
-    Collective,
     Latest,
     alike,
     claims_of,
     digest_of,
     disagreement,
-    summary,
+    integers_of,
     watch,
 )
 from burst_mcore.agreement.board import Board
@@ -47,23 +46,23 @@ def test_a_thread_that_is_late_is_waited_for(monkeypatch):
 def test_every_field_and_error_tells_claims_apart():
     one, swapped = {"layout": "zigzag", "heads": "4"}, {"layout": "4", "heads": "zigzag"}
     alike_ = [Claim(one), Claim({"heads": "4", "layout": "zigzag"})]
-    assert disagreement(dict(enumerate(alike_))) is None and alike([summary(claim) for claim in alike_])
+    assert disagreement(dict(enumerate(alike_))) is None and alike([claim.number for claim in alike_])
     others = [{"layout": "zigzag"}, one | {"heads": "5"}, one | {"more": ""}, swapped]
     assert len({digest_of(each) for each in [one, *others]}) == 5
     for other in others:
         claims = [Claim(one), Claim(other)]
-        assert not alike([summary(claim) for claim in claims])
+        assert not alike(claim.number for claim in claims)
         assert disagreement(dict(enumerate(claims))) is not None
     claims = {0: Claim({"layout": "zigzag"}), 3: Claim({"layout": "striped"}, "no heads"), 5: Claim({}, "")}
     assert disagreement(claims) == "rank 3: no heads; rank 5: "  # errors come before differences
-    assert not alike([summary(claims[3]), summary(claims[3])])
+    assert not alike([claims[3].number, claims[3].number])
 
 
 def test_differences_name_fields_values_and_ranks():
     signatures = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 4: {"a": "1"}, 5: {"a": "1", "b": "3"}}
     assert differences(signatures) == "b: 2 on ranks [0], 3 on ranks [1, 5], nothing on ranks [4]"
     assert disagreement({rank: Claim(each) for rank, each in signatures.items()}) == (
-        "ranks make different calls: ranks [0]: 2; ranks [1, 5]: 3; ranks [4]: "
+        "ranks make different calls: b: 2 on ranks [0], 3 on ranks [1, 5], nothing on ranks [4]"
     )
 
 
@@ -89,7 +88,7 @@ def _exchanged(rank, size):
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     row, column = rows[rank // 2], columns[rank % 2]
     claims = claims_of([row, column], Claim({"rank": str(rank)}, "first" if rank == 0 else None))
-    return Collective(row).integers([rank, -rank, 2**62]), disagreement(claims), list(claims)
+    return integers_of(row, [rank, -rank, 2**62]), disagreement(claims), list(claims)
 
 
 def test_ranks_of_a_grid_hear_of_each_other():
@@ -108,10 +107,10 @@ def _numbered(rank, size):
         if rank == 1:
             calls.refuse(KeyError("no"))
             raise ValueError("rank 2 of the ring refused this call: KeyError: 'no'")
-        calls.agree({"call of": "two"})
+        calls.meet({"call of": "two"})
     with pytest.raises(ValueError, match=r"call of: other on ranks \[0, 2\], 0 on ranks \[1\]"):
-        calls.agree({"call of": "0" if rank == 0 else "other"})
-    return number, lengths, calls.agree({}).number, calls.least(float(rank)), str(caught.value)[:6]
+        calls.meet({"call of": "0" if rank == 0 else "other"})
+    return number, lengths, calls.meet({}).number, calls.least(float(rank)), str(caught.value)[:6]
 
 
 def test_numbered_calls_go_by_the_order_of_the_ring():
@@ -121,11 +120,11 @@ def test_numbered_calls_go_by_the_order_of_the_ring():
 def _told_of_a_failed_pass(rank, size, ahead):
     """Rank 1 fails in a pass, ahead of rank 0 or beside it, and makes no call that would tell so."""
     calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
-    calls.agree({"call": "all"})
+    calls.meet({"call": "all"}, kind="all")
     dist.barrier = lambda: None  # ranks.processes ends with one
     if rank == 1:
         for _ in range(2 * ahead):
-            calls.agree({"call": "all"}, ahead=True)
+            calls.meet({"call": "all"}, kind="all", may_go_ahead=True)
         with pytest.raises(MemoryError), calls.ring():
             raise MemoryError("no memory left")
         store.set("failed", "")
@@ -135,7 +134,7 @@ def _told_of_a_failed_pass(rank, size, ahead):
     start = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match="rank 1 of the ring .*no memory left"):
         for _ in range(1 + ahead):
-            calls.agree({"call": "all"}, ahead=ahead)
+            calls.meet({"call": "all"}, kind="all", may_go_ahead=ahead)
         calls.settle()
     seconds = time.monotonic() - start
     store.set("told", "")
@@ -166,7 +165,7 @@ def _without_a_store(rank, size):
         return
     calls._board.store = _LostStore()
     with pytest.raises(RuntimeError, match="has gone or did not come to this call.*reset by peer"):
-        calls.agree({"call": "all"})
+        calls.meet({"call": "all"}, kind="all")
     calls.refuse(KeyError("no"))
     with pytest.raises(MemoryError), calls.ring():
         raise MemoryError("no memory left")
@@ -196,7 +195,7 @@ class _Signatures:
 
 
 def test_ranks_that_are_gone_are_waited_for_together(monkeypatch):
-    store = _Signatures({"signature/63/0": '{"a": "1"}'})
+    store = _Signatures({"signature/63/0": '[{"a": "1"}]'})
     monkeypatch.setattr(time, "monotonic", lambda: store.clock)
     words = differences(Board(store, rank=0, size=64).signatures(0, {"a": "2"}))
     assert words.startswith("a: 2 on ranks [0], nothing on ranks [1, 2, 3,")
@@ -214,8 +213,8 @@ class _Places(_Signatures):
 
 
 def test_ranks_are_absent_that_came_to_fewer_places():
-    board = Board(_Places({"place/0": b"5 cp.shard", "place/1": b"4 a forward"}), rank=0, size=4)
-    assert board.absent(5) == "rank 1, last at a forward; rank 2, last at no place"
+    board = Board(_Places({"place/0": '[5, "cp.shard"]', "place/1": '[4, "a forward"]'}), rank=0, size=4)
+    assert board.absent(5) == "rank 1, last at a forward; rank 2, last at no place; rank 3, last at no place"
 
 
 def _absent_for_good_reason(rank, size, with_rank_0):
@@ -224,19 +223,19 @@ def _absent_for_good_reason(rank, size, with_rank_0):
     calls, group = Agreement(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
     calls.come_to("the start")
     if rank == 2:
-        limits.until(lambda: calls._board.stand(99) is not None, "rank 1 did not tell where it is")
+        limits.until(lambda: calls._board.find("stand"), "rank 1 did not tell where it is")
         time.sleep(3)  # rank 0 looks at it thrice
     if rank or with_rank_0:
         dist.all_reduce(torch.ones(()), group=group, async_op=rank == 0)
     calls.come_to("the end")
-    return calls._board.stand(99).text
+    return calls._board.find("stand")
 
 
 @pytest.mark.parametrize("with_rank_0", [False, True])
 def test_a_rank_that_is_absent_for_a_good_reason_is_waited_for(with_rank_0):
     """No error comes; a rank that never began the collective gets one (test_what_is_refused)."""
-    for text in processes(3, _absent_for_good_reason, with_rank_0):
-        assert text.startswith("rank 1 of the ring, in all_reduce at ") and "test_agreement.py" in text
+    for _, rank, *_, text in processes(3, _absent_for_good_reason, with_rank_0):
+        assert rank == 1 and text.startswith("all_reduce at ") and "test_agreement.py" in text
 
 
 def _abort_that_fails(rank, size):
@@ -246,12 +245,12 @@ def _abort_that_fails(rank, size):
         raise ValueError("the group is gone")
 
     calls = Agreement(dist.group.WORLD, range(size), rank, abort)
-    calls.agree({"call": "all"})
-    calls.agree({"call": str(rank)}, ahead=True)
+    calls.meet({"call": "all"}, kind="all")
+    calls.meet({"call": str(rank)}, kind="all", may_go_ahead=True)
     with pytest.raises(ValueError, match="call: 0 on ranks .0., 1 on ranks .1."):
         calls.settle()
     with pytest.raises(RuntimeError, match="make the process group anew"):
-        calls.agree({"call": "all"})
+        calls.meet({"call": "all"}, kind="all")
     calls.settle()
     return calls._watch.thread.is_alive()
 

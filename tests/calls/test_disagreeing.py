@@ -2,9 +2,8 @@
 
 import os
 import signal
-import threading
 import time
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 
 import limits
@@ -20,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import burst_mcore
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
+from burst_mcore.agreement.claims import AHEAD
 from burst_mcore.attention import prepare
 
 
@@ -186,16 +186,15 @@ def _interrupt_waits(error, *, agreed):
         signal.signal(signal.SIGALRM, ring_out)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         return
-    wait = threading.Event.wait
+    wait = Future.exception
 
     def waited(self, timeout=None):
         answer = wait(self, timeout)
-        if threading.current_thread() is threading.main_thread():
-            threading.Event.wait = wait
-            ring_out()
+        Future.exception = wait
+        ring_out()
         return answer
 
-    threading.Event.wait = waited
+    Future.exception = waited
 
 
 def _interrupted(rank, size, who, error, agreed):
@@ -279,10 +278,8 @@ def test_a_backward_that_meets_another_call_is_an_error_on_every_rank(what, step
 
 def _noted():
     """Whether each agreement of this process goes ahead, from now on."""
-    looked, meet = [], Agreement.meet
-    Agreement.meet = lambda self, *args, ahead=False, **others: (
-        looked.append(ahead) or meet(self, *args, ahead=ahead, **others)
-    )
+    looked, post = [], Agreement._post
+    Agreement._post = lambda self, word, *args: looked.append(word.how == AHEAD) or post(self, word, *args)
     return looked
 
 
@@ -358,10 +355,12 @@ def _calls_of_agreement(rank, size):
     """How many functions of this package an agreement calls that is waited for, and one that goes ahead."""
     calls, meet = {}, Agreement.meet
 
-    def counted(self, *args, ahead=False, **others):
+    looked = _noted()
+
+    def counted(self, *args, **others):
         agreed = []
-        run = partial(meet, self, *args, ahead=ahead, **others)
-        calls[ahead] = count_calls(lambda: agreed.append(run()), PACKAGE)
+        count = count_calls(lambda: agreed.append(meet(self, *args, **others)), PACKAGE)
+        calls[looked[-1]] = count
         return agreed[0]
 
     Agreement.meet = counted

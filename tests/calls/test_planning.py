@@ -192,46 +192,10 @@ def test_what_is_done_grows_with_the_runs_not_with_their_square(term, kind):
     assert many <= 2 * 8 * few, f"{few} calls for 16 runs, {many} for 128"  # n log n: 14; n * n: 64
 
 
-def _remember(mask):
-    q = torch.empty(1, TOKENS // RANKS, 32, 128, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(1, TOKENS // RANKS, 8, 128, dtype=torch.bfloat16, device="meta")
-    prepare_module.remember(validate(Tensors(q, kv, kv), Options(RING, mask, BurstConfig())))
-
-
-def test_kinds_of_layers_that_share_a_plan_are_all_remembered(monkeypatch):
-    monkeypatch.setattr(prepare_module, "_remembered", OrderedDict())
+def test_layers_of_all_kinds_share_a_plan():
     plans = []
     for heads in (32, 16, 32):
         q = torch.empty(1, TOKENS // RANKS, heads, 128, dtype=torch.bfloat16, device="meta")
         request = validate(Tensors(q, q, q), Options(RING, _packed(50, 4), BurstConfig()))
-        plans.append(prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS).plan)
+        plans.append(resolve_module.call_of(request, (TOKENS // RANKS,) * RANKS).plan)
     assert plans[0] is plans[1] is plans[2]
-    assert [request.shard.heads for request in prepare_module._remembered.values()] == [32, 16]
-
-
-def test_a_plan_that_was_prepared_is_there():
-    mask, other = (_packed(100, seed) for seed in (1, 2))
-    _remember(mask)
-    futures = prepare(Mask.documents(other.document_ends), tokens=TOKENS, ranks=RANKS)
-    assert futures and all(future.exception() is None for future in futures)
-    call, _ = _planned(other, "zigzag")()
-    there = len(call.plan.cache)
-    prepare_module.plan_call(call)  # all that a forward and a backward ask for
-    assert there > 2 and len(call.plan.cache) == there
-
-
-def test_a_call_waits_for_the_plan_that_is_being_made(monkeypatch):
-    going, mask = threading.Event(), _packed(50, 3)
-    monkeypatch.setattr(prepare_module, "_plan", lambda *_: going.wait())
-    _remember(mask)
-    futures = prepare(Mask.documents(mask.document_ends), tokens=TOKENS, ranks=RANKS)
-    waiting = threading.Thread(target=prepare_module.await_plan, args=(mask,))
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
-    going.set()
-    limits.until(lambda: not waiting.is_alive(), "the call still waits for a plan that was made")
-    assert all(future.done() for future in futures)
-    assert prepare(mask, tokens=TOKENS, ranks=7) == []
-    with pytest.raises(ValueError, match="must be a Mask"):
-        prepare([0, 8], tokens=8, ranks=2)

@@ -184,24 +184,24 @@ RING = '''
 from dataclasses import replace
 
 from burst_mcore.attention.schedule.actions import HOME, Compute, Kind, Recv, Send, Wait
-from burst_mcore.attention.schedule.carried import Hops
+from burst_mcore.attention.schedule.carried import Messages
 from burst_mcore.attention.schedule.direct import direct
 
 
-def eager(ring_rank, size, *, gradients, hops=Hops()):
+def eager(ring_rank, size, *, gradients, messages=Messages()):
     """The program of a ring rank."""
-    messages, waits, rest = [], [], []
-    for action in direct(ring_rank, size, gradients=gradients, hops=hops):
+    started, waits, rest = [], [], []
+    for action in direct(ring_rank, size, gradients=gradients, messages=messages):
         if isinstance(action, (Recv, Send, Wait)) and action.channel.kind == Kind.DATA:
             early = replace(action, step=0)
             if isinstance(action, Recv):
                 early = replace(early, buffer=f"{Kind.DATA}{action.channel.part}")
-            (waits if isinstance(action, Wait) else messages).append(early)
+            (waits if isinstance(action, Wait) else started).append(early)
         elif isinstance(action, Compute):
             rest.append(replace(action, buffer=f"{Kind.DATA}{action.step}" if action.step else HOME))
         else:
             rest.append(action)
-    return (*messages, *waits, *rest)
+    return (*started, *waits, *rest)
 '''
 
 HOLD_RING = """

@@ -151,11 +151,11 @@ MISTAKES = {
     ),
     "reduction": (
         lambda a: a.update(reduction="sum"),
-        r"ranks make different calls: .*ranks \[3\]: .*sum",
+        r"ranks make different calls: reduction: mean on ranks \[0, 1, 2\], sum on ranks \[3\]",
     ),
     "dtype": (
         lambda a: a.update(hidden=a["hidden"].float(), weight=a["weight"].float()),
-        r"ranks make different calls: .*ranks \[3\]: torch.float32",
+        r"ranks make different calls: dtype: .*torch.float32 on ranks \[3\]",
     ),
     "labels differ": (lambda a: a.update(labels=a["labels"].flip(1)), "different calls: .*checksum"),
     "weights differ": (lambda a: a.update(weights=a["weights"].flip(1)), "different calls: .*checksum"),

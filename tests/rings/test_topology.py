@@ -24,7 +24,7 @@ from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, sh
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.candidates import Question, Ranks, routes, settings_of
 from burst_mcore.attention.geometry.shard import Shard
-from burst_mcore.attention.prepare import connect
+from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.attention.runtime.executor import GroupTransport
 from burst_mcore.rates import Rates
@@ -258,7 +258,7 @@ def _collectives_between(rank, size):
     calls = agreement_of(Topology.from_group(group, intra_size=size))
     generator = random.Random(rank)
     for step in range(60):
-        calls.agree({"step": str(step)}, ahead=True)
+        calls.meet({"step": str(step)}, kind="step", may_go_ahead=True)
         time.sleep(generator.random() * 4e-3)
         found = [torch.zeros(5, dtype=torch.int64) for _ in range(size)]
         dist.all_gather(found, torch.full((5,), rank + 10 * step), group=group)

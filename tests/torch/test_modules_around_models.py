@@ -135,7 +135,6 @@ def test_what_is_refused(rank, size):
 
     refuses(
         ("model: LlamaModel has no head that makes a loss ... ForCausalLM", given(model_of().model, "fused")),
-        ('model: Give its language model alone, with loss="model"', given(_vlm(), "fused")),
         ("loss: LlamaForSequenceClassification has a loss of its own", given(rewards)),
         ("model: ModuleList holds a LlamaForCausalLM and a Qwen3ForCausalLM", given(two)),
         ("mask: bidirectional_mask_function", lambda: bert(**given(bert)().shard({"input_ids": _ids()}))),

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))  # as a program
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "deepspeed/models"))
 
 import torch
 import transformers

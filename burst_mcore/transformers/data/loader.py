@@ -20,7 +20,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from burst_mcore.agreement import Collective
+from burst_mcore.agreement import integers_of
 from burst_mcore.attention.prepare import one_ahead, prepare
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
@@ -122,7 +122,7 @@ class ShardedLoader:
             pass
         except Exception as error:  # of any kind: the others must not wait for this rank
             state, problem = FAILED, error
-        table = [[state]] if self.group is None else Collective(self.group).integers([state])
+        table = [[state]] if self.group is None else integers_of(self.group, [state])
         states = [state for (state,) in table]
         if problem is not None:
             raise problem

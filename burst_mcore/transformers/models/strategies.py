@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.agreement import Collective
+from burst_mcore.agreement import integers_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import unshard
 from burst_mcore.recurrent.bound import mixers_of
@@ -196,7 +196,7 @@ class _Forwards:
                 raise problem
             return [tokens], valid
         meet(self.of.topology, "a forward over shards")
-        every = Collective(self.of.group).integers([problem is not None, rows, tokens, valid, tree, *has])
+        every = integers_of(self.of.group, [problem is not None, rows, tokens, valid, tree, *has])
         failed, batch, lengths, labels, trees, *columns = (list(x) for x in zip(*every, strict=True))
         if problem is not None:
             raise problem
@@ -309,7 +309,7 @@ class _Forwards:
             alike = positions is None or torch.equal(positions.cpu(), here.expand(positions.shape))
         else:
             tensors = {**arguments, KEEP: kept(arguments)}
-            alike = len({*map(tuple, Collective(self.of.group).integers([digest_of_batch(tensors)]))}) == 1
+            alike = len({*map(tuple, integers_of(self.of.group, [digest_of_batch(tensors)]))}) == 1
         if not alike:
             raise RefusedError(
                 "cache",

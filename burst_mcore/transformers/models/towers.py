@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from burst_mcore.agreement import Collective
+from burst_mcore.agreement import integers_of
 from burst_mcore.transformers.agreement import on_all_ranks
 from burst_mcore.transformers.models.attention import current
 from burst_mcore.transformers.models.sequence import SequenceParallel
@@ -175,7 +175,7 @@ def gathered_features(streams: list[Any], makes: bool, images: int, group: dist.
     mine = [-1] * images * len(streams)
     for i, stream in enumerate(pieces if makes else ()):
         mine[i * images : i * images + len(stream)] = map(len, stream)
-    table = Collective(group).integers([*mine, flat.numel()])
+    table = integers_of(group, [*mine, flat.numel()])
     counts = [row.pop() for row in table]
     whole: Tensor = _Gathered.apply(flat, counts, group)  # type: ignore[no-untyped-call]
     found: list[list[Tensor]] = [[] for _ in streams]

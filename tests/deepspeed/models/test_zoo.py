@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 from ranks import processes
-from zoo import NAMES, VERSION, everything, outcomes, page
+from zoo import NAMES, VERSION, WITH_IMAGES, everything, outcomes, page
 
 NOT_BUILT = {
     *("dbrx", "gemma3n", "gemma4_assistant", "musicgen", "musicgen_melody"),
@@ -30,20 +30,21 @@ def test_every_causal_lm_is_equal_or_refused():
     again = "write it again: python tests/deepspeed/models/zoo.py docs/frameworks/models.md"
     made = _made_with()
     assert made.release[:2] == Version(VERSION).release[:2], again
-    assert MADE_WITH.sub(f"in transformers {made}.", page(found)) == PAGE.read_text(), again
+    assert (
+        MADE_WITH.sub(f"in transformers {made}.", page(found)) == PAGE.read_text().partition(WITH_IMAGES)[0]
+    ), again
 
 
 def test_a_few_of_each_kind():
     equal = ("llama", "gemma3", "gemma4", "gemma4_text", "deepseek_v3", "hrm_text", "qwen3")
     equal += ("qwen3_next", "lfm2", "mamba2", "jamba")
-    refused = ("doge", "inkling_text", "roberta", "got_ocr2", "minimax_m3_vl_text")
+    refused = ("doge", "inkling_text", "roberta", "minimax_m3_vl_text")
     (found, _) = processes(2, outcomes, (*equal, *refused))
     assert {name: found[name][0] for name in equal} == dict.fromkeys(equal, "equal")
     assert {name: found[name][0] for name in refused} == dict.fromkeys(refused, "refused")
     assert "hybrid (attention beside states or convolutions that" in found["inkling_text"][1]
     assert "minimax_m3_sparse (attention to blocks" in found["minimax_m3_vl_text"][1]
     assert "a layer's mask as on a tensor" in found["doge"][1]
-    assert "vision_config" in found["got_ocr2"][1]
 
 
 def _made_with():

@@ -280,6 +280,10 @@ def _as_it_is(name: str, error: Exception) -> tuple[str, str]:
     return "not built", f"{type(error).__name__}: {str(error)[:200]}"
 
 
+WITH_IMAGES = "\n## Image-text models, with images\n"
+"""The heading of the part of the page that another script (tests/vision/zoo_of_images.py) is about."""
+
+
 def page(found: dict[str, tuple[str, str]]) -> str:
     """The outcomes as a page of the docs."""
     equal = [name for name, (outcome, _) in found.items() if outcome == "equal"]
@@ -293,7 +297,7 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         "Each model is tiny, has random weights, and a layer of every kind that its code in transformers",
         "names. It runs in float32 on 2 rows of 64 tokens with unequal labels: on 2 processes that share",
         "each sequence, and in one process with eager attention. Models that make their masks of types of",
-        "tokens get types: tokens of images, or of a prefix. Pictures are not served.",
+        "tokens get types: tokens of images, or of a prefix. Pictures are below.",
         "",
         f"**Equal ({len(equal)}):** losses agree to 1e-4, every gradient to 2e-4 of its largest entry.",
         "",
@@ -337,4 +341,6 @@ def everything() -> dict[str, tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(everything()))
+    target = Path(sys.argv[1])
+    _, heading, with_images = target.read_text().partition(WITH_IMAGES)
+    target.write_text(page(everything()) + heading + with_images)
