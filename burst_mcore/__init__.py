@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.numerics.rowwise import merge
-from burst_mcore.attention.prepare import prepare
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions, shard, unshard
@@ -36,7 +35,6 @@ __all__ = [
     "burst_attention",
     "merge",
     "positions",
-    "prepare",
     "shard",
     "unshard",
 ]

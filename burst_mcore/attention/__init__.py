@@ -14,7 +14,7 @@ A folder imports only folders above it. The files of the call itself, from top t
     function       the autograd function of a call, which runs forward and backward
     agree          how the ranks of a ring agree on a forward, a backward, and errors
     replay         results that a checkpointed forward saves for its recomputation
-    prepare        requests to calls, each cached, or planned ahead of their batch; communicators
+    resolve        requests to calls, each cached; communicators
     choose         the rule: a lower bound of each candidate's time from counted pairs and bytes
     candidates     the routes that ranks, shapes and settings allow
     request        one rank's legal arguments, resolved once all ranks' lengths are known

@@ -24,7 +24,6 @@ from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.kernels.table import taking_delta
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.replay import (
     NOTHING_KEPT,
     CallId,
@@ -36,6 +35,7 @@ from burst_mcore.attention.replay import (
     tail_of,
 )
 from burst_mcore.attention.request import Request, Tensors
+from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.heads import share_of_heads

@@ -1,6 +1,6 @@
 """Requests: one rank's legal arguments, which resolve to a `Call` once all ranks' lengths are known.
 
-A rank cannot infer the length of the global sequence from its shard. `prepare.call_of` first resolves a
+A rank cannot infer the length of the global sequence from its shard. `resolve.call_of` first resolves a
 request with equal shards; if the agreement shows other lengths, it resolves again with the true lengths.
 """
 

@@ -2,7 +2,6 @@
 
 core_attention  the module that replaces (TE)DotProductAttention in Megatron's layers
 spec            layer specs and spec providers with this module
-ahead           batches of packed documents, planned one batch ahead
 latent          the latent of MLA layers, passed to core attention
 packed          packed sequences as a mask and a layout
 layouts         other layouts than zigzag: Megatron's batches and rotary positions sharded by them

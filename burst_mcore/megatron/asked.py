@@ -21,8 +21,8 @@ from burst_mcore.attention.candidates import Ranks, degrees_of
 from burst_mcore.attention.geometry.tiles import launches_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
-from burst_mcore.attention.prepare import problem_of
 from burst_mcore.attention.request import shard_of
+from burst_mcore.attention.resolve import problem_of
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -26,8 +26,8 @@ from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.kernels.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.numerics.latent import Latent
-from burst_mcore.attention.prepare import connect
 from burst_mcore.attention.replay import entered, of_layer
+from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions

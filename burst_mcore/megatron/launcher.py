@@ -8,8 +8,7 @@ Six kinds of functions of Megatron are wrapped here, since Megatron has no offic
   `with_burst_attention`; a remaining stock self-attention raises;
 * the constructor of its local attention: without context parallelism there, the error is one line;
 * its builder of models: a model with only stock self-attentions raises; a vision tower beside a language
-  model, or a teacher, keeps its own attention;
-* its builder of data loaders: packed batches are planned one batch ahead.
+  model, or a teacher, keeps its own attention.
 
 They can go when Megatron registers attention backends by name. The patches for other layouts than zigzag
 are in `layouts`.

@@ -114,11 +114,6 @@ def _rolled(
 _PACKINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def packing_of(ends: Tensor | None, slots: Tensor | None, tokens: int, size: int) -> Packing:
-    """Return the documents of `ends` (cu_seqlens), in `slots` (cu_seqlens_padded) if given."""
-    return _packing((ends, None, slots, None), tokens, size)
-
-
 def _packing(given: Sequence[Tensor | None], tokens: int, size: int) -> Packing:
     lengths_of, keys, slots_of, slots_of_keys = given
     assert lengths_of is not None

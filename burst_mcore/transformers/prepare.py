@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from burst_mcore.attention.prepare import connect
+from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig

@@ -20,7 +20,7 @@ import burst_mcore
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
 from burst_mcore.agreement.claims import AHEAD
-from burst_mcore.attention import prepare
+from burst_mcore.attention import resolve
 
 
 def _disagree(rank, size):
@@ -55,18 +55,18 @@ def _disagree(rank, size):
         "latent": {"latent": tuple(LATENT) if odd else LATENT},
         "bug": {"q": (1, 8, 4, 24)},  # resolved for the first time
     }
-    resolve = prepare.resolve
+    own = resolve.resolve
     found = {}
     for what, call in calls.items():
         if what == "bug" and odd:
-            prepare.resolve = lambda *_: 1 / 0
+            resolve.resolve = lambda *_: 1 / 0
         start = time.monotonic()
         with pytest.raises((ValueError, TypeError, ZeroDivisionError)) as caught:
             if what == "latent":
                 burst_attention(C.q, **call, topology=topology, mask=Mask.causal())
             attend(**{"topology": topology, **call})
         found[what] = str(caught.value), time.monotonic() - start
-        prepare.resolve = resolve
+        resolve.resolve = own
         attend(topology=topology)  # signatures known to everyone: a later call must be caught as well
     return found
 

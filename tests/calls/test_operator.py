@@ -21,8 +21,8 @@ from burst_mcore.attention import compiled
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.compiled import Keyed, attention_backward, attention_forward
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.prepare import call_of
 from burst_mcore.attention.request import Options
+from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 from burst_mcore.mask import mask as mask_module

@@ -2,21 +2,19 @@
 
 import random
 import sys
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 
-import limits
 import planned as planning
 import pytest
 import torch
 from cells import crossed
 from counting import count_calls
 
-from burst_mcore import BurstConfig, Layout, Mask, Topology, prepare
+from burst_mcore import BurstConfig, Layout, Mask, Topology
 from burst_mcore.attention import choose
-from burst_mcore.attention import prepare as prepare_module
+from burst_mcore.attention import resolve as resolve_module
 from burst_mcore.attention.choose import candidates
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.plan import plan_of
@@ -45,7 +43,7 @@ def _planned(mask, layout):
 
     def plan():
         request = validate(Tensors(q, kv, kv), Options(RING, mask, config))
-        call = prepare_module.call_of(request, (TOKENS // RANKS,) * RANKS)
+        call = resolve_module.call_of(request, (TOKENS // RANKS,) * RANKS)
         assert request.signature and call.signature
         return call, [call.program(name) for name in ("forward", call.direction)]
 
@@ -59,7 +57,7 @@ def _tiles(call):
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch):
     """Nothing is computed: tensors are on no device, for which there is no kernel."""
-    monkeypatch.setattr(prepare_module, "choose", lambda *_: KERNELS["aten-cpu"])
+    monkeypatch.setattr(resolve_module, "choose", lambda *_: KERNELS["aten-cpu"])
 
 
 def _groups(nodes, seed):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from burst_mcore.attention import prepare
+from burst_mcore.attention import resolve
 from burst_mcore.attention.kernels import table
 from burst_mcore.checkpointing.scope import in_backward
 
@@ -29,7 +29,7 @@ def count_pairs() -> Counter[str]:
     for name in table.by_rank("cpu"):
         kernel = table.KERNELS[name]
         table.KERNELS[name] = replace(kernel, forward=partial(counting, kernel.forward))
-    for cached in (table.choose, prepare.call_of):
+    for cached in (table.choose, resolve.call_of):
         cached.cache_clear()
     return attended
 

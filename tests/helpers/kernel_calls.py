@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.resolve import call_of
 
 
 def rows_of_kernel_calls():

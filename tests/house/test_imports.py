@@ -53,7 +53,7 @@ WITHIN = {
         {"kernels", "runtime"},
         {"call", "checks"},
         {"forward", "backward", "request"},
-        {"prepare", "replay"},
+        {"resolve", "replay"},
         {"agree"},
         {"function"},
         {"compiled"},

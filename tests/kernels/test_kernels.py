@@ -30,8 +30,8 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.kernels.wrappers import _tell, leaves_small_tiles
 from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
-from burst_mcore.attention.prepare import resolve
 from burst_mcore.attention.request import Options, request_of, shard_of
+from burst_mcore.attention.resolve import resolve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ON_CPU = ("reference", "aten-cpu")

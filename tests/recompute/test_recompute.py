@@ -14,7 +14,7 @@ from torch import nn
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.attention.kernels.table import KERNELS, choose
-from burst_mcore.attention.prepare import call_of
+from burst_mcore.attention.resolve import call_of
 from burst_mcore.checkpointing import (
     Full,
     KeepAttention,

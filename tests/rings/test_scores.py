@@ -22,8 +22,8 @@ from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.kernels.wrappers import takes_delta
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.prepare import resolve
 from burst_mcore.attention.request import Options, Tensors, validate
+from burst_mcore.attention.resolve import resolve
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler
 
 from burst_mcore.deepspeed.ranks.groups import unit_of
-from burst_mcore.rollouts.columns import TREE
-from burst_mcore.transformers.data.batches import CUMULATED, WHOLE, apart, prepared
+from burst_mcore.transformers.data.batches import WHOLE, apart, prepared
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.strategies import LoadedBatch
@@ -64,10 +63,8 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         if self._dispatched:
             dl.state = SimpleNamespace(num_processes=1, process_index=dist.get_rank(), device=dl.state.device)
             dl.slice_fn = lambda batch, *_, **__: batch
-        self._newest: Any = None
-        """The batch that Accelerate read last, one ahead of the batch that it hands out."""
-        if (inner := getattr(dl, "base_dataloader", None)) is not None:
-            inner.__iter__ = partial(self._watched, inner.__iter__)  # what Accelerate calls, by this name
+            if self.groups > 1 and (inner := getattr(dl, "base_dataloader", None)) is not None:
+                inner.__iter__ = partial(self._for_all_groups, inner.__iter__)  # Accelerate calls this name
 
     def __getattr__(self, name: str) -> Any:
         """Return other attributes of a loader (its dataset, its samplers) from the inner loader."""
@@ -169,28 +166,15 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
     def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
         return self._on_device(whole)
 
-    def _plan(self, batch: Mapping[str, Any]) -> None:
-        """Have attention plan for a packed batch, and for the one after it, if Accelerate has read one."""
-        ended = getattr(self.dl, "end_of_dataloader", False)
-        for each in (batch,) if ended else (batch, self._newest):
-            if isinstance(each, Mapping) and {*CUMULATED, TREE, "position_ids"} & {*each}:
-                with suppress(RefusedError):  # that batch's own turn will say so
-                    super()._plan(super()._prepared(each))
-
-    def _watched(self, iterates: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Iterate over what Accelerate reads."""
-        trains = self._dispatched and self.groups > 1 and not self.evaluates
-        batches = self._for_all_groups(iterates()) if trains else iterates()
-        for self._newest in batches:
-            yield self._newest
-
-    def _for_all_groups(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _for_all_groups(self, iterates: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Yield batches of training so that each group gets one of every load, as one process a group does.
 
         The last rows are shared out evenly, with the first ones of the epoch behind them, or dropped. Batches
         of other lengths than the first ones are not cut: groups without one get a whole one of the first.
         """
-        first: list[Any] = []
+        batches, first = iterates(), list[Any]()
+        if self.evaluates:
+            yield from batches
         while load := [*islice(batches, self.groups)]:
             first, rows = first or load, sum(map(find_batch_size, load))
             if rows < self.groups * find_batch_size(load[0]):

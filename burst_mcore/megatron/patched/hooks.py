@@ -42,12 +42,11 @@ def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
 
 
 def use_options(arguments: argparse.Namespace) -> None:
-    """Check the options of burst attention, and put layout, recompute policy and read-ahead in effect.
+    """Check the options of burst attention, and put layout and recompute policy in effect.
 
     Illegal options end this process with one line and exit status 2, see `refuse`.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.training import training
 
     from burst_mcore.checkpointing import Full
     from burst_mcore.megatron.arguments import recompute_policy, uses_burst
@@ -70,7 +69,6 @@ def use_options(arguments: argparse.Namespace) -> None:
         for model in language_models():
             wrap(model, "__init__", _fused)
         wrap(LanguageModule, "__init__", _served_alone)
-    wrap(training, "build_pretraining_data_loader", planned_ahead)
 
 
 @around
@@ -112,16 +110,6 @@ def fuse_losses(models: Sequence[Any]) -> None:
 
     for module in filter(_fuses, [module for model in models for module in model.modules()]):
         fuse_loss(module)
-
-
-@around
-def planned_ahead(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap Megatron's builder of data loaders: with burst attention, batches are planned ahead."""
-    from burst_mcore.megatron.ahead import read_ahead
-    from burst_mcore.megatron.arguments import burst_asked_for, megatron_arguments
-
-    loader = build(*args, **kwargs)
-    return read_ahead(loader) if burst_asked_for(megatron_arguments()) else loader
 
 
 def refuse_lost_flags(argv: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -21,17 +20,12 @@ from torch.utils.data import (
 )
 
 from burst_mcore.agreement import integers_of
-from burst_mcore.attention.prepare import one_ahead, prepare
 from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
-from burst_mcore.rollouts import tree_mask
-from burst_mcore.rollouts.columns import TREE
 from burst_mcore.transformers.data.batches import (
     READ,
     apart,
     collated,
     digest_of_batch,
-    documents,
     prepared,
     sharded,
 )
@@ -93,18 +87,9 @@ class ShardedLoader:
                 return
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Return batches; a batch is handed out once the next one is there, whose plans are made meanwhile.
-
-        Not of loaders that have a state to be saved: that would be one batch ahead.
-        """
-        parts = self._parts()
-        return parts if hasattr(self.loader, "state_dict") else one_ahead(parts)
-
-    def _parts(self) -> Iterator[dict[str, Any]]:
+        """Yield this rank's part of each batch."""
         batches = iter(self.loader)
         while wholes := self.agreed(lambda: self._load(batches)):
-            for whole in wholes:
-                self._plan(whole)
             for whole in wholes:
                 yield self._part(whole)
 
@@ -148,20 +133,6 @@ class ShardedLoader:
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
-
-    def _plan(self, batch: Mapping[str, Any]) -> None:
-        """Have attention plan for the tree of a batch, or for its documents."""
-        position_ids = batch.get("position_ids")
-        if position_ids is None or self.whole:
-            return
-        planned = partial(prepare, tokens=position_ids.shape[1], ranks=self.size, layout=self.layout)
-        if TREE in batch:
-            planned(partial(tree_mask, batch[TREE]))
-            return
-        with suppress(RefusedError):  # the forward says so
-            rows = set(documents(position_ids))
-            for ends in rows if any(len(ends) > 2 for ends in rows) else ():
-                planned(Mask.documents(ends) if len(ends) > 2 else Mask.full())
 
     def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
         if self.own and self.group is not None:

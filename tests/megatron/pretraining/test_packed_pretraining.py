@@ -20,7 +20,7 @@ from test_training import BURST, CP2, assert_equal, train
 from burst_mcore import Mask
 from burst_mcore.layout import positions, shard
 from burst_mcore.megatron.layouts import use_layout
-from burst_mcore.megatron.packed import packing_of
+from burst_mcore.megatron.packed import _packing
 
 CP4 = ["--context-parallel-size", "4"]
 RESET = ["--reset-attention-mask", "--reset-position-ids"]
@@ -109,7 +109,7 @@ def rotated(seed):
     cut = cu_seqlens[:-1] if len(cu_seqlens) > 2 else cu_seqlens  # the rest is padding
     padded = rope_utils._apply_rotary_pos_emb_thd(local, cut, freqs[:1], cp_group=Group(size - 1, size))
     assert padded.shape == local.shape
-    packing = packing_of(cu_seqlens, None, n, size)
+    packing = _packing((cu_seqlens, None, None, None), n, size)
     assert str(packing.layout) == layout
     at = torch.arange(n)
     assert torch.equal(packing.documents.allows(at, at), Mask.documents(ends).allows(at, at))
