@@ -135,17 +135,17 @@ def measured(world: World, node: int, repeats: int) -> Rates:
     across = list(range(world.rank % node, world.size, node))
     near = _link(world, within, 1, repeats) if node > 1 else None
     far = _link(world, across, 1, repeats) if len(across) > 1 else None
-    hop = near or far
-    assert hop is not None
-    intra, crowding = 1 / hop.slope, 0.0
+    link = near or far
+    assert link is not None
+    intra, crowding = 1 / link.slope, 0.0
     if node > 2:
         to_all = _link(world, within, node - 1, repeats)
-        crowding = math.log(max(1.0, to_all.slope / hop.slope)) / math.log(node / 2)
+        crowding = math.log(max(1.0, to_all.slope / link.slope)) / math.log(node / 2)
     return Rates(
         intra=intra, inter=intra * CPU.inter / CPU.intra if far is None else min(intra, 1 / far.slope),
         compute=pass_flops(shard, 1, Pass.FORWARD) / forward.slope,
         backward=pass_flops(shard, 1, Pass.KV) / backward.slope,
-        memory=2 * sizes.copied / copy, fill=forward.start / forward.slope, latency=hop.start,
+        memory=2 * sizes.copied / copy, fill=forward.start / forward.slope, latency=link.start,
         crowding=crowding, hidden=world.device == "cuda",
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from burst_plan import provenance
 SCHEMA = 1
 UNITS = {
     "B": ("peak", "written", "sent", "all-gather", "least"),
-    "s": ("cpu", "wall", "recomputing", "saved", "predicted", "hop", "kernel", "emulated"),
+    "s": ("cpu", "wall", "recomputing", "saved", "predicted", "latency", "kernel", "emulated"),
     "FLOP": ("flops",),
 }
 """Meters by their unit, which the last word of a meter names. Others are ratios, or end in their unit."""

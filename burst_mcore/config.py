@@ -75,7 +75,9 @@ class BurstConfig:
     )
     """Without effect if `head_parallel` is 1 or all ranks. On one node "auto" is "inner"."""
 
-    overlap: bool = setting(True, "true, false", "Communicate while ranks compute (off: wait for each hop).")
+    overlap: bool = setting(
+        True, "true, false", "Communicate while ranks compute (off: wait for each ring step)."
+    )
     """Results are the same; only times differ."""
 
     kernel: str = setting("auto", "auto, or a kernel's name", "The local attention kernel.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from burst_bench.core import Bar, Case
-from burst_bench.subjects.kernels import WRONG, HopsCase, KernelCase, RowCase
+from burst_bench.subjects.kernels import WRONG, KernelCase, MessagesCase, RowCase
 from burst_bench.subjects.loss import HeadCase
 from burst_bench.subjects.recompute import OffloadCase
 from burst_bench.subjects.virtual_ring import VirtualCase
@@ -141,9 +141,9 @@ def _messages() -> Iterator[Check]:
             claim(f"attention beside {ctas} CTAs", "under way", "this / alone", slower, bar, at_most=True),
             claim(f"messages by {ctas} CTAs, GB/s to itself", "messages", "GB/s", 40.0 * ctas),
         )
-        yield Check(f"{ctas} CTAs", HopsCase(ctas=ctas), claims)
+        yield Check(f"{ctas} CTAs", MessagesCase(ctas=ctas), claims)
     late = claim("attention beside messages of normal priority", "under way", "this / alone", 1.02)
-    yield Check("normal priority", HopsCase(priority=False), (late,))
+    yield Check("normal priority", MessagesCase(priority=False), (late,))
 
 
 def _passes() -> Iterator[Check]:

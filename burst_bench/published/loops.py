@@ -50,7 +50,7 @@ class LoopPlace:
         m, l = divmod(self.position, self.intra)  # noqa: E741
         return (m + rounds) % self.nodes * self.intra + (l + steps) % self.intra
 
-    def hop(self, step: int, channel: Channel, turn: int = 1) -> list[does.Action]:
+    def exchange(self, step: int, channel: Channel, turn: int = 1) -> list[does.Action]:
         """Return one ring step of all rows: to the next place, or between windows."""
         ahead = (turn, 0) if channel.link == Link.INTER else (0, turn)
         back, on = self.at(-ahead[0], -ahead[1]), self.at(*ahead)
@@ -68,10 +68,10 @@ def together(place: LoopPlace, *, gradients: bool) -> Program:
         last, turn = step == place.intra - 1, -1 if gradients else 1
         waits = []
         if not last:
-            actions += place.hop(step, _DATA, turn)
+            actions += place.exchange(step, _DATA, turn)
             waits.append(Wait(step, _DATA))
         if gradients and step:
-            actions += place.hop(step, _GRADIENT, turn)
+            actions += place.exchange(step, _GRADIENT, turn)
             waits.append(Wait(step, _GRADIENT))
         source = place.at(0, step + 1) if gradients else place.at(0, -step)
         actions += [Compute(step, source, HOME), *waits]
@@ -89,10 +89,10 @@ def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False, in_line
         first, onward = window * place.intra, window + 1 < place.nodes
         within = _ROUNDED if rounded or window else _GRADIENT
         if onward:
-            actions += place.hop(first, _NEXT)
+            actions += place.exchange(first, _NEXT)
         actions += _window(place, window, within if gradients else None, in_line)
         if gradients and place.nodes > 1:
-            actions += place.hop(first + place.intra - 1, _NEXT_ROUNDED)
+            actions += place.exchange(first + place.intra - 1, _NEXT_ROUNDED)
         if onward:
             actions.append(Wait(first + place.intra - 1, _NEXT))
     if gradients and place.nodes > 1:
@@ -104,10 +104,10 @@ def _window(place: LoopPlace, window: int, gradient: Channel | None, in_line: bo
     """Yield the steps of one window; gradient: the channel within the window, None in forward."""
     for i in range(place.intra):
         step, last = window * place.intra + i, i == place.intra - 1
-        leaves = place.hop(step, gradient) if gradient and place.intra > 1 else []
+        leaves = place.exchange(step, gradient) if gradient and place.intra > 1 else []
         arrives = [] if last else [Wait(step, _DATA)]
         if not last:
-            yield from place.hop(step, _DATA)
+            yield from place.exchange(step, _DATA)
         yield Compute(step, place.at(-window, -i), HOME)
         if gradient and (i or window):
             yield Wait(step, gradient if i else _NEXT_ROUNDED)

@@ -3,14 +3,14 @@
 attention     one attention layer on ranks          masks      savings by masks
 topology      an emulated cluster, in wall time     step       a training step under a framework
 loss          the LM head and its loss
-kernels       local attention kernels; "rowwise": passes around them; "hops": messages during them
+kernels       local attention kernels; "rowwise": passes around them; "messages": messages during them
 recompute     checkpointing of layers on a ring, and as "offload" layers with results off the GPU
 virtual_ring  one rank's share of a ring on one device
 """
 
 from burst_bench.core import Case
 from burst_bench.subjects.attention import AttentionCase
-from burst_bench.subjects.kernels import HopsCase, KernelCase, RowCase
+from burst_bench.subjects.kernels import KernelCase, MessagesCase, RowCase
 from burst_bench.subjects.loss import HeadCase
 from burst_bench.subjects.masks import MaskCase
 from burst_bench.subjects.recompute import LayersCase, OffloadCase
@@ -27,7 +27,7 @@ _ALL: tuple[type[Case], ...] = (
     StepCase,
     KernelCase,
     RowCase,
-    HopsCase,
+    MessagesCase,
     VirtualCase,
     OffloadCase,
 )

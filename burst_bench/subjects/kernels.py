@@ -119,10 +119,10 @@ class RowCase(SquareCase):
             yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]
 
 
-class HopsCase(SquareCase):
+class MessagesCase(SquareCase):
     """Attention while NCCL carries messages on the same GPU, beside attention alone."""
 
-    subject = "hops"
+    subject = "messages"
 
     tokens: int = 8192
     ctas: int = 8
@@ -152,10 +152,10 @@ class HopsCase(SquareCase):
                 work.wait()
 
         alone = Trial({"": calls.forward}, ahead=True)
-        hops = Trial({"": partial(under_way, lambda: None)}, ahead=True)
+        messages = Trial({"": partial(under_way, lambda: None)}, ahead=True)
         beside = Trial({"": partial(under_way, calls.forward)}, ahead=True)
         facts = {("messages", "sent"): float(self.communicators * block.nbytes)}
-        return Stage(lambda method: beside, {"alone": alone, "messages": hops}, facts)
+        return Stage(lambda method: beside, {"alone": alone, "messages": messages}, facts)
 
     def derive(self, table: Table) -> Derived:
         yield "under way", "this / alone", table.over(("under way", "wall"), ("alone", "wall"))

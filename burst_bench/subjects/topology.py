@@ -100,12 +100,12 @@ class ClusterCase(Case):
     def share(self) -> Shard:
         return share_of(self.tokens, self.heads, self.kv_heads, self.head_dim)
 
-    def with_compute(self, of_hop: float) -> ClusterCase:
-        """Return the case with a kernel whose forward of a round takes `of_hop` messages of K and V."""
+    def with_compute(self, of_step: float) -> ClusterCase:
+        """Return the case with a kernel whose forward of a round takes `of_step` messages of K and V."""
         size = self.where.size
         pairs = allowed_pairs(self.seen, self.tokens * size) // size // self.nodes
-        hop = self.share.kv_bytes / self.inter_rate
-        compute = pass_flops(self.share, pairs, Pass.FORWARD) / (of_hop * hop) if of_hop else FREE
+        step = self.share.kv_bytes / self.inter_rate
+        compute = pass_flops(self.share, pairs, Pass.FORWARD) / (of_step * step) if of_step else FREE
         return replace(self, compute=compute)
 
     @classmethod
@@ -128,13 +128,13 @@ class ClusterCase(Case):
         cases["overlap, 2 x 4"] = max(
             computing, key=lambda case: predicted(case, OFF, 0.0) / predicted(case, DOUBLE, 0.0)
         )
-        for intra, (within, between), (kv_heads, tokens), of_hop in itertools.product(
+        for intra, (within, between), (kv_heads, tokens), of_step in itertools.product(
             (2, 4), LINKS, SHAPES, (0, 0.5)
         ):
             cell = cls(intra=intra, intra_rate=within, inter_rate=between, kv_heads=kv_heads, tokens=tokens)
             rates = f"{within / 1e6:g} and {between / 1e6:g} MB/s"
-            name = f"2 x {intra}, {rates}, heads 8:{kv_heads}, compute {of_hop:g}"
-            cases[name] = cell.with_compute(of_hop)
+            name = f"2 x {intra}, {rates}, heads 8:{kv_heads}, compute {of_step:g}"
+            cases[name] = cell.with_compute(of_step)
         return cases
 
     @property
@@ -166,7 +166,7 @@ class ClusterCase(Case):
             # The cost model's choices are made in the first call: it counts if a candidate is far behind.
             return Trial({"": step}, warm=step if config.ring == "auto" else first)
 
-        return Stage(trial, facts={("message", "hop"): latency})
+        return Stage(trial, facts={("message", "latency"): latency})
 
     def step(self, config: BurstConfig, topology: Topology) -> Callable[[], None]:
         generator = torch.Generator().manual_seed(topology.rank)
@@ -184,7 +184,7 @@ class ClusterCase(Case):
 
     def derive(self, table: Table) -> Derived:
         """Yield the cost model's prediction for each candidate, and ratios of candidates."""
-        latency = table["message", "hop"][0]
+        latency = table["message", "latency"][0]
         medians = table.medians("wall")
         forecasts = {way: predicted(self, way, latency) for way in medians}
         for way, seconds in medians.items():

@@ -105,7 +105,7 @@ class Gathering:
         """Return the error of a rank that waited in vain."""
         return RuntimeError(
             f"on rank {self._rank} of {len(self._order)}: another rank of the ring has gone or did not come "
-            f"to this call, before its first hop; look for the first error among the other ranks ({error})"
+            f"to this call, before its first ring step; look for the first error among the others ({error})"
         )
 
     def _gather(self, mine: Sequence[int]) -> tuple[dist.Work, Tensor]:

@@ -209,7 +209,7 @@ class _Counted:
         calls = int((self.work > 0).sum(1).max()) + 2 * (route.heads > 1)
         self.seconds = max(device, calls * self.rates.call)  # the host runs ahead
 
-    def _hop(self, source: Tensor, size: Tensor, members: int = 0) -> Tensor:
+    def _transfer(self, source: Tensor, size: Tensor, members: int = 0) -> Tensor:
         """Return the seconds of messages from these ring ranks, by their bytes; -inf without a message."""
         inter = self.node[source] != self.node
         self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
@@ -260,14 +260,14 @@ class _Counted:
         distance = self.here[:, None]
         source, target = (self.here - distance) % len(distance), (self.here + distance) % len(distance)
         crowd, work = min(self.intra, self.placement.size), self._steps(source)
-        data = self._hop(source, self.read[source, self.here] * self.size[Kind.DATA], crowd).clamp(min=0)
+        data = self._transfer(source, self.read[source, self.here] * self.size[Kind.DATA], crowd).clamp(min=0)
         computes = (work > 0) | (distance == 0)
         before = torch.where(computes, distance, 0).cummax(0).values
         message_seconds = torch.zeros(len(distance) + 1, len(distance), dtype=torch.float64)
         message_seconds.scatter_add_(0, before[:-1], torch.maximum(data, data.gather(1, target))[1:])
         if self.moves.gradients:  # sent back during the next step that computes
             gradient = self.read[self.here, target] * self.size[Kind.GRADIENT]
-            back = self._hop(target, gradient, crowd).clamp(min=0)
+            back = self._transfer(target, gradient, crowd).clamp(min=0)
             after = torch.where(computes, distance, len(distance)).flip(0).cummin(0).values.flip(0)
             message_seconds.scatter_add_(0, after[1:], torch.maximum(back, back.gather(1, source))[:-1])
             message_seconds[-1] += torch.maximum(back, back.gather(1, source))[-1]
@@ -299,19 +299,19 @@ class _Counted:
             across[2:] = in_rounds[1:]
             if nodes > 1 and intra > 1:  # the blocks of the own node come last
                 within[0, 0], within[-1, -1] = 0, ahead[0, 1]
-        hops = self._hop(previous, within.flatten(0, 1)[steps])
-        between = self._hop(before, across[: len(rounds)])
-        inner = zip(self._steps(owner.flatten(0, 1)[steps]), hops, strict=True)
+        transfers = self._transfer(previous, within.flatten(0, 1)[steps])
+        between = self._transfer(before, across[: len(rounds)])
+        inner = zip(self._steps(owner.flatten(0, 1)[steps]), transfers, strict=True)
         clock = torch.zeros(len(node), dtype=torch.float64)
         for (_, places), seconds in zip(rounds, between, strict=True):
             round_start = clock
-            for _, (kernel, hop) in zip(places, inner, strict=False):
+            for _, (kernel, transfer) in zip(places, inner, strict=False):
                 end = clock + kernel
-                clock = _met(end, clock if self.overlap else end, previous, hop)
+                clock = _met(end, clock if self.overlap else end, previous, transfer)
             clock = _met(clock, round_start if self.overlap else clock, before, seconds)
         home = previous if intra > 1 else before
-        total = self._hop(home, read.amax((0, 1)) * self.size[Kind.TOTAL] * gradients)
-        carried = torch.maximum(*(each.clamp(min=0).sum(0) for each in (hops, between)))
+        total = self._transfer(home, read.amax((0, 1)) * self.size[Kind.TOTAL] * gradients)
+        carried = torch.maximum(*(each.clamp(min=0).sum(0) for each in (transfers, between)))
         return _met(clock, clock, home, total) + carried * (self.longer - 1)
 
 

@@ -166,22 +166,22 @@ def _posted(
     Raises:
         RuntimeError: a message failed; it names its step and ranks.
     """
-    hop: list[tuple[Send | Recv, Buffer]] = []
+    group: list[tuple[Send | Recv, Buffer]] = []
     for action in program:
         if isinstance(action, (Send, Recv)):
-            hop.append((action, block(action)))
+            group.append((action, block(action)))
         elif isinstance(action, Wait):
             try:
-                for work in transport.post(action.channel, hop):
+                for work in transport.post(action.channel, group):
                     work.wait()
             except RuntimeError as error:
-                peers = sorted({message.peer for message, _ in hop})
+                peers = sorted({message.peer for message, _ in group})
                 raise RuntimeError(
                     f"an exchange of states or tokens: the {action.channel} messages of step {action.step} "
                     f"with ranks {peers} failed: a rank is gone or did not come in time; see for the first "
                     f"error among the other ranks ({error})"
                 ) from error
-            hop = []
+            group = []
         else:
             yield action
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.reading import Reading
-from burst_mcore.attention.schedule.carried import Carried, Hops, Itinerary, elsewhere
+from burst_mcore.attention.schedule.carried import Carried, Itinerary, Messages, elsewhere
 from burst_mcore.attention.schedule.ring import visits
 
 
@@ -100,7 +100,7 @@ class Counted(NamedTuple):
     owner: int
 
 
-class OfAll(Hops[Counted]):
+class OfAll(Messages[Counted]):
     """Messages of all ring ranks at once, as numbers of rows (`Counted`), in the program of ring rank 0.
 
     An `owner` stands for the counterpart of each ring rank: see `MovedPrograms`.

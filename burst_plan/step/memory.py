@@ -173,8 +173,8 @@ def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
         return 0.0
     data, gradient = shard.block_bytes(of_queries=direction == "query")
     stays = shard.block_bytes(of_queries=direction != "query")[1]
-    hops = min(2, way.cp - 1)
-    return float(hops * ((2 if nodes > 1 else 1) * data + gradient) + stays)
+    steps = min(2, way.cp - 1)
+    return float(steps * ((2 if nodes > 1 else 1) * data + gradient) + stays)
 
 
 def _gathered(model: Model, way: Way) -> float:

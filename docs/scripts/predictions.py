@@ -182,11 +182,11 @@ each assumption. Speeds are predicted even where memory is predicted not to suff
 _LOOPS = """
 ## Whose loop a row runs
 
-Each method is predicted from the loop of the project that was measured, which was read and not fitted. Hops
+Each method is predicted from the loop of the project that was measured, which was read and not fitted. Steps
 are those of gradients on a ring of G. Bytes of memory count for an element: of O merged in forward, of dQ and
 of dK, dV in backward. An exchange of heads moves each byte 4 times through memory, and nothing hides it.
 
-| source | gradients | hops | merge | dQ | dK, dV |
+| source | gradients | steps | merge | dQ | dK, dV |
 |---|---|---|---|---|---|"""
 LOOPS = (RING_FLASH, TRANSFORMER_ENGINE, INTERNEVO, *MAGI_RING.values(), *MAGI_DOUBLE_RING.values())
 """Loops on the page."""
@@ -358,15 +358,17 @@ def _loops() -> Iterator[str]:
         dtype = "float32" if loop.float32 else "16 bits"
         passes = loop.passes
         rotates = f"{passes.rotates:g}" + f" + {loop.repeats:g} a query head" * (loop.repeats > 0)
-        yield (f"| {loop.source} | {dtype} | {_hops(loop)} | {passes.out:g} | {passes.stays:g} | {rotates} |")
+        yield (
+            f"| {loop.source} | {dtype} | {_steps_of(loop)} | {passes.out:g} | {passes.stays:g} | {rotates} |"
+        )
 
 
-def _hops(loop: Loop) -> str:
-    """Return how many hops gradients make on a ring, or on a double ring of M windows of L."""
+def _steps_of(loop: Loop) -> str:
+    """Return how many steps gradients make on a ring, or on a double ring of M windows of L."""
     size = 4
     flat = loop.draw(LoopPlace(0, 1, size), gradients=True)
-    hops = sum(isinstance(action, Send) and action.channel.kind != Kind.DATA for action in flat)
-    within = f"G{'' if hops == size else f' - {size - hops}'}"
+    steps = sum(isinstance(action, Send) and action.channel.kind != Kind.DATA for action in flat)
+    within = f"G{'' if steps == size else f' - {size - steps}'}"
     return within if loop.draw in (follows, together) else "L in each of M windows, M between them"
 
 

@@ -175,8 +175,8 @@ def _share(gpus: int, heads: int, kv_heads: int, width: int, kv_width: int) -> S
 def _ways(share: Share, ranks: Ranks) -> dict[str, str]:
     """The bytes of each way, in words."""
     nodes, forward = ranks.size // ranks.intra, of_columns(share, Pass.FORWARD)
-    hops = [of_columns(share, Pass.KV), of_rows(share)]
-    ring = forward.around(ranks.size), min(hop.around(ranks.size) for hop in hops)
+    steps = [of_columns(share, Pass.KV), of_rows(share)]
+    ring = forward.around(ranks.size), min(step.around(ranks.size) for step in steps)
     across = {f"h {h}": _of_route(share, h, ranks, outer=True) for h in _degrees(share, ranks)}
     bound = least(share, nodes)
     return {

@@ -66,26 +66,26 @@ def _least_with(share: Share, places: int, n: int) -> float:
     return (rows - 1) * row + (blocks / rows - 1) * column
 
 
-class Hop(NamedTuple):
-    """The bytes of a hop: what is read, the sum that follows, and that sum on its last hop."""
+class Step(NamedTuple):
+    """The bytes of a step: what is read, the sum that follows, and that sum on its last step."""
 
     data: float
     sums: float
     last: float
 
     def around(self, size: int) -> float:
-        """Return the bytes of a rank on a ring: its own share stays, and the last hop is rounded."""
+        """Return the bytes of a rank on a ring: its own share stays, and the last step is rounded."""
         return 0.0 if size == 1 else (size - 1) * self.data + (size - 2) * self.sums + self.last
 
     def between(self, nodes: int) -> float:
-        """Return the bytes of a rank between nodes, if the last hop is one within a node."""
+        """Return the bytes of a rank between nodes, if the last step is one within a node."""
         return (nodes - 1) * (self.data + self.sums)
 
 
-def of_rows(share: Share) -> Hop:
-    """Return the hop of queries in backward: Q, dO, D and LSE, and dQ."""
+def of_rows(share: Share) -> Step:
+    """Return the step of queries in backward: Q, dO, D and LSE, and dQ."""
     data, sums = share.q + share.out + 2 * share.statistic, share.q * share.gradient
-    return Hop(data, sums, min(share.q, sums))
+    return Step(data, sums, min(share.q, sums))
 
 
 def pooled_kv(share: Share, heads: int) -> float:
@@ -93,13 +93,13 @@ def pooled_kv(share: Share, heads: int) -> float:
     return share.kv * max(1.0, heads / share.kv_heads)
 
 
-def of_columns(share: Share, pass_: Pass, heads: int = 1) -> Hop:
-    """Return the hop of keys and values; in backward dK and dV follow."""
+def of_columns(share: Share, pass_: Pass, heads: int = 1) -> Step:
+    """Return the step of keys and values; in backward dK and dV follow."""
     data = pooled_kv(share, heads)
     if pass_ == Pass.FORWARD:
-        return Hop(data, 0.0, 0.0)
+        return Step(data, 0.0, 0.0)
     sums = data * share.gradient
-    return Hop(data, sums, sums if heads > share.kv_heads else min(data, sums))
+    return Step(data, sums, sums if heads > share.kv_heads else min(data, sums))
 
 
 def exchanged(share: Share, pass_: Pass, heads: int) -> float:
@@ -125,8 +125,8 @@ def of_ring(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
     Raises:
         ValueError: a direct exchange, or nodes that cut head groups into unequal parts.
     """
-    hop = of_rows(share) if pass_ == Pass.QUERY else of_columns(share, pass_, route.heads)
-    return _joined(_of_heads(share, pass_, route, intra), _of_places(hop, route, intra))
+    step = of_rows(share) if pass_ == Pass.QUERY else of_columns(share, pass_, route.heads)
+    return _joined(_of_heads(share, pass_, route, intra), _of_places(step, route, intra))
 
 
 def _joined(*parts: Links) -> Links:
@@ -140,13 +140,13 @@ def _of_heads(share: Share, pass_: Pass, route: Route, intra: int) -> Links:
     return {Link.INTRA: (near - 1) * one, Link.INTER: (route.heads - near) * one}
 
 
-def _of_places(hop: Hop, route: Route, intra: int) -> Links:
+def _of_places(step: Step, route: Route, intra: int) -> Links:
     """Return the bytes of a ring, or of a double ring, over the positions of a route."""
     if route.nodes > 1 and route.intra > 1:
-        # The last hop takes the place of one of a sum.
-        within = route.nodes * (route.intra - 1) * (hop.data + hop.sums) - hop.sums + hop.last
-        return {Link.INTRA: within, Link.INTER: hop.between(route.nodes)}
-    crossing, around = _crossing(route, intra), hop.around(route.ring_size)
+        # The last step takes the place of one of a sum.
+        within = route.nodes * (route.intra - 1) * (step.data + step.sums) - step.sums + step.last
+        return {Link.INTRA: within, Link.INTER: step.between(route.nodes)}
+    crossing, around = _crossing(route, intra), step.around(route.ring_size)
     return {Link.INTRA: (1 - crossing) * around, Link.INTER: crossing * around}
 
 
@@ -159,6 +159,6 @@ def _near(route: Route, intra: int) -> int:
 
 
 def _crossing(route: Route, intra: int) -> float:
-    """Return the share of the hops of an undivided ring that go to another node."""
+    """Return the share of the steps of an undivided ring that go to another node."""
     apart = 1 if route.outer else route.heads
     return 0.0 if route.ring_size * apart <= intra else min(1.0, apart / intra)

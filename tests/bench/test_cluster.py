@@ -90,7 +90,7 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
         if name == ALL or name.startswith("heads across nodes"):
             continue
         case = ClusterCase(**results.cases[name])
-        latency = table["message", "hop"][0]
+        latency = table["message", "latency"][0]
         for (way, meter), samples in table.items():
             if meter == "wall":
                 count += 1

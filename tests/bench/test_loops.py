@@ -1,4 +1,4 @@
-"""Loops of other projects' rings: hops, order of blocks, and the clock of all ranks at once."""
+"""Loops of other projects' rings: steps, order of blocks, and the clock of all ranks at once."""
 
 from functools import partial
 

@@ -42,7 +42,7 @@ def _packed():
 
 def _policies(rank, size, stage, policies):
     """Hold losses and gradients of each policy to those without, and the rows that it attends again."""
-    kept = 2 * LAYERS * TOKENS // 4  # the last half of the queries of a rank attends in both hops of two
+    kept = 2 * LAYERS * TOKENS // 4  # the last half of the queries of a rank attends in both steps of two
     rows, without = rows_of_kernel_calls(), {}
     model = model_of()
     section = {"layout": "striped", "kernel": "aten-cpu", "head_parallel": 1, "backward": "query"}

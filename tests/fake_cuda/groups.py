@@ -37,7 +37,7 @@ TIMEOUT = {"gloo": timedelta(minutes=10)}
 
 
 class Deadlock(BaseException):
-    """All ranks wait; no handler of the package may take it for a hop that failed."""
+    """All ranks wait; no handler of the package may take it for a step that failed."""
 
 
 class Network:

@@ -1,4 +1,4 @@
-"""Who reads what of whom, and what hops carry, against the pieces of the plan."""
+"""Who reads what of whom, and what steps carry, against the pieces of the plan."""
 
 from dataclasses import replace
 

@@ -229,7 +229,7 @@ dist.destroy_process_group()
 ROUTE_IMPORT = "from burst_mcore.attention.schedule.direct import direct\n"
 
 ROUTE_WRITER = """    if route.eager:
-        return eager(ring_rank, route.ring_size, gradients=moves.gradients, hops=hops)
+        return eager(ring_rank, route.ring_size, gradients=moves.gradients, messages=messages)
     if route.direct:
         return"""
 

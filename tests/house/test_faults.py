@@ -42,7 +42,7 @@ def test_the_page_counts_them():
 def test_the_fake_device_finds_faults_and_the_runner_says_what_survives(tmp_path):
     """A race and a deadlock; and a change that no test can find."""
     cuda = (plant.HERE / "cuda.txt").read_text().split("## ")[1:]
-    names = "no stream waits for a hop", "rank 0 connects fewer communicators"
+    names = "no stream waits for a step", "rank 0 connects fewer communicators"
     chosen = [text for text in cuda if text.splitlines()[0] in names]
     (tmp_path / "some.txt").write_text("".join(f"## {text}" for text in chosen) + NO_FAULT)
     ran = limits.run([sys.executable, plant.__file__, "--ledger", tmp_path], cwd=ROOT)

@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GONE = {
     "block": r"bundles?",
+    "ring step": r"hops?",
     "shard": r"deals?|dealt|dealing|dealer",
     "rotate, send": r"travels?|travelling|travelled",
     "CP group": r"sequence groups?",

@@ -56,9 +56,9 @@ def test_what_is_kept_or_was_held_at_an_error_is_not_used_again():
         kept = lease.keep(lease.empty((4,), torch.float32, CPU))
     with Lease() as lease:
         assert lease.empty((4,), torch.float32, CPU) is not kept
-    with pytest.raises(RuntimeError, match="hop"), Lease() as lease:
+    with pytest.raises(RuntimeError, match="step"), Lease() as lease:
         lost = lease.empty((4,), torch.float32, CPU)
-        raise RuntimeError("hop")
+        raise RuntimeError("step")
     with Lease() as lease:
         assert lease.empty((4,), torch.float32, CPU) is not lost
 

@@ -62,7 +62,7 @@ def test_head_x_ring_sends_less_between_nodes():
     shard, ranks = _shard(32, 8, tokens=1024), Ranks(32, 8)
     flat, double = (partial(route_for, ranks=ranks, ring=ring, overlap=True) for ring in ("flat", "double"))
     inter = [_bytes(shard, double(h), "kv", intra=8)[1] for h in (1, 8)]
-    # the NIC of a rank carries as much, fewer heads of more tokens; but the last hop, in 2 bytes, is its own
+    # the NIC of a rank carries as much, fewer heads of more tokens; but the last step, in 2 bytes, is its own
     assert inter[0] == inter[1] + 1024 * 8 * 2 * 128 * (4 - 2)
     assert [double(h) for h in (8, 16, 32)] == [Route(4, 1, 8), Route(2, 1, 16), Route(1, 1, 32)]
     assert flat(2) == Route(1, 16, 2)

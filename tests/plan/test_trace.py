@@ -43,7 +43,7 @@ def test_every_message_and_compute_of_a_ring_is_recorded():
         assert {e.rank for e in events} == {rank} and all(e.started < e.ended for e in events)
         assert sum(e.label.startswith("[") for e in events) == sum(isinstance(a, Compute) for a in actions)
         assert sum("<" in e.label for e in events) == sum(isinstance(a, Recv) for a in actions)
-        first = {e.lane: e for e in reversed(events)}  # the hops leave before the first compute is over
+        first = {e.lane: e for e in reversed(events)}  # the steps leave before the first compute is over
         assert first["inter data"].started < first["compute"].ended
         assert first["intra data"].started < first["compute"].ended
 

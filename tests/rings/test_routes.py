@@ -182,9 +182,9 @@ def test_a_rank_that_dies_in_mid_ring_is_an_error_that_says_where(intra, at, hea
     with pytest.raises(AssertionError, match=r"ranks \[1\] of 4 ended without an answer") as caught:
         processes(4, _dies, intra, config, at)
     for _, (message, seconds) in caught.value.args[1].items():
-        assert "has gone" in message or ("hop of step" in message and "from ranks" in message), message
+        assert "has gone" in message or ("message of step" in message and "from ranks" in message), message
         assert seconds < limits.AT_ONCE
-    assert any("hop of step" in message for message, _ in caught.value.args[1].values())
+    assert any("message of step" in message for message, _ in caught.value.args[1].values())
 
 
 def _out_of_memory():

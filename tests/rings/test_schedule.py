@@ -22,7 +22,7 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Unpack,
     Wait,
-    by_hop,
+    posted_together,
 )
 from burst_mcore.attention.schedule.route import Route, Schedule, schedule
 from burst_mcore.attention.schedule.route import program as program_of
@@ -74,9 +74,9 @@ def test_data_for_the_next_step_is_under_way_before_compute(pass_):
 
 
 @pytest.mark.parametrize(("nodes", "intra"), [(2, 2), (2, 4), (3, 3), (4, 2), (5, 4)])
-def test_backward_hides_every_hop_between_nodes_one_at_a_time(nodes, intra):
+def test_backward_hides_every_message_between_nodes_one_at_a_time(nodes, intra):
     for program in schedule(Route(nodes, intra), Pass.QUERY).programs:
-        computes, hops = dict[object, int](), 0
+        computes, steps = dict[object, int](), 0
         for action in program:
             match action:
                 case Recv(channel=channel) if channel.link == Link.INTER:
@@ -85,8 +85,8 @@ def test_backward_hides_every_hop_between_nodes_one_at_a_time(nodes, intra):
                     assert len(computes) <= 1, action
                     computes = {channel: n + 1 for channel, n in computes.items()}
                 case Wait(channel=channel) if channel in computes:
-                    hops += computes.pop(channel) > 0
-        assert hops == 2 * (nodes - 1)
+                    steps += computes.pop(channel) > 0
+        assert steps == 2 * (nodes - 1)
 
 
 @pytest.mark.parametrize("pass_", Pass)
@@ -199,9 +199,9 @@ def test_verify_finds_what_is_wrong(route, edit, words):
 
 
 def _sends_before_receives(rank, program):
-    """Every hop as two batches, the sends' first: gloo does not mind."""
+    """Every step as two batches, the sends' first: gloo does not mind."""
     edited = []
-    for channel, actions in by_hop(tuple(program)):
+    for channel, actions in posted_together(tuple(program)):
         sends = [a for a in actions if isinstance(a, Send)]
         if channel is None or not 0 < len(sends) < len(actions):
             edited += actions

@@ -216,7 +216,7 @@ class Fault:
     """killed: by SIGKILL; interrupted: by SIGINT; failed: no memory is left."""
     ranks: tuple[int, ...]
     where: str
-    """hop: at message number `at` of this rank; clock: after so many seconds."""
+    """step: at message number `at` of this rank; clock: after so many seconds."""
     at: float
 
     @classmethod
@@ -226,7 +226,7 @@ class Fault:
         most = draw.choice((1, 1, 1, 2, 3, 4)) if how == "killed" else 1
         others = [rank for rank in range(size) if rank != spared]
         ranks = tuple(sorted(draw.sample(others, min(most, len(others)))))
-        where = draw.choice(("hop", "clock")) if how == "killed" else "hop"
+        where = draw.choice(("step", "clock")) if how == "killed" else "step"
         at = draw.uniform(0.02, 1.0) if where == "clock" else draw.randint(1, 40)
         return cls(how, ranks, where, at)
 

@@ -25,7 +25,7 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Unpack,
     Wait,
-    by_hop,
+    posted_together,
 )
 from burst_mcore.attention.schedule.ring import at_home, kind_of
 
@@ -110,7 +110,7 @@ def bind(program: Program) -> Bound:
     """Return the program as steps. Buffers are released early, except staying rows and results."""
     binder = _Binder(program)
     steps: list[BoundStep] = []
-    for channel, actions in by_hop(program):
+    for channel, actions in posted_together(program):
         if channel is not None:
             steps.append(Post(channel, actions, tuple([binder.parcel(action) for action in actions])))
         for action in actions if channel is None else ():

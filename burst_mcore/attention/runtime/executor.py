@@ -28,7 +28,7 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Unpack,
     Wait,
-    by_hop,
+    posted_together,
 )
 from burst_mcore.attention.schedule.route import Route, communicator_of, program
 
@@ -138,7 +138,7 @@ def transport_of(topology: Topology, route: Route, max_ctas: int) -> GroupTransp
 @lru_cache(maxsize=1024)
 def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
     """Return the channels of a pass in which every rank reads every row, in an order that all ranks share."""
-    channels = (channel for channel, _ in by_hop(program(rank, route, pass_)) if channel is not None)
+    channels = (channel for channel, _ in posted_together(program(rank, route, pass_)) if channel is not None)
     return tuple(sorted({channel._replace(part=0) for channel in channels}))
 
 
@@ -311,14 +311,14 @@ class Executor:
             raise self._broken(posted, error) from error
 
     def _broken(self, actions: Sequence[Action], error: RuntimeError) -> RuntimeError:
-        hop = actions[0]
-        assert isinstance(hop, (Send, Recv))
+        first = actions[0]
+        assert isinstance(first, (Send, Recv))
         sources = sorted({action.peer for action in actions if isinstance(action, Recv)})
         targets = sorted({action.peer for action in actions if isinstance(action, Send)})
         return RuntimeError(
-            f"burst_attention on rank {self._rank} of the ring: the {hop.channel} hop of step {hop.step} "
-            f"(from ranks {sources}, to ranks {targets}) failed: a rank is gone or did not come in time; see "
-            f"for the first error among the other ranks ({error})"
+            f"burst_attention on rank {self._rank} of the ring: the {first.channel} message of step "
+            f"{first.step} (from ranks {sources}, to ranks {targets}) failed: a rank is gone or did not come "
+            f"in time; see for the first error among the other ranks ({error})"
         )
 
     _CARRY_OUT: ClassVar[dict[type, Callable[..., None]]] = {

@@ -234,7 +234,7 @@ def _of(rows: Carried[T]) -> str:
     return "" if rows is None else f"({sum(len(each) for each in rows if isinstance(each, range))})"
 
 
-def by_hop(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:
+def posted_together(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:
     """Yield the program in parts: (channel, messages that start together), or (None, other actions).
 
     Neighbouring sends and receives of one channel start together.

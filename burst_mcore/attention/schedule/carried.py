@@ -2,8 +2,8 @@
 
 In round i a block visits node i of its path, and there place after place. Its owner is at round 0, place 0:
 rows that only the owner reads are not sent, and their gradients stay with the owner. The writers of programs
-ask a `Hops` for the rows of every message. `Hops` itself answers all rows, `OfRingRank` the rows for one ring
-rank, `burst_plan.simulate.counted.OfAll` their number for all ring ranks at once.
+ask a `Messages` for the rows of every message. `Messages` itself answers all rows, `OfRingRank` the rows for
+one ring rank, `burst_plan.simulate.counted.OfAll` their number for all ring ranks at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def nothing(carried: Carried[T]) -> bool:
     return carried is not None and not carried
 
 
-class Hops(Generic[T]):
+class Messages(Generic[T]):
     """The rows that ring ranks send, receive and compute; the base class answers all rows."""
 
     def reads(self, owner: int) -> bool:
@@ -117,8 +117,8 @@ class Itinerary:
         return self.intra - (visited * place.flip(0)).amax(2), (visited * place).amax(2) - 1
 
 
-class OfRingRank(Hops[range]):
-    """Hops of one ring rank, as rows."""
+class OfRingRank(Messages[range]):
+    """Messages of one ring rank, as rows."""
 
     def __init__(self, reading: Reading, ring_rank: int, itinerary: Itinerary | None = None) -> None:
         self._reading, self._itinerary = reading, itinerary

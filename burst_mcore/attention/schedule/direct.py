@@ -28,10 +28,10 @@ from burst_mcore.attention.schedule.actions import (
     Send,
     Wait,
 )
-from burst_mcore.attention.schedule.carried import Carried, Hops, T, nothing
+from burst_mcore.attention.schedule.carried import Carried, Messages, T, nothing
 
 
-def direct(ring_rank: int, size: int, *, gradients: bool, hops: Hops[T] = Hops()) -> Program[T]:
+def direct(ring_rank: int, size: int, *, gradients: bool, messages: Messages[T] = Messages()) -> Program[T]:
     """Return a program in which rows arrive and gradients leave while earlier rows are computed.
 
     Blocks are read in the order of the distance to their owners, so that at any time all ring ranks send in
@@ -40,15 +40,15 @@ def direct(ring_rank: int, size: int, *, gradients: bool, hops: Hops[T] = Hops()
     Args:
         ring_rank: the ring rank of the program, of `size`.
         gradients: whether gradients go back.
-        hops: the rows that each ring rank reads.
+        messages: the rows that each ring rank reads.
     """
-    return tuple(_Writer(ring_rank, size, hops, gradients).actions())
+    return tuple(_Writer(ring_rank, size, messages, gradients).actions())
 
 
 class _Writer(Generic[T]):
-    def __init__(self, ring_rank: int, size: int, hops: Hops[T], gradients: bool) -> None:
-        self.ring_rank, self.size, self.hops, self.gradients = ring_rank, size, hops, gradients
-        owners, readers = hops.owners(size), hops.readers(size)
+    def __init__(self, ring_rank: int, size: int, messages: Messages[T], gradients: bool) -> None:
+        self.ring_rank, self.size, self.messages, self.gradients = ring_rank, size, messages, gradients
+        owners, readers = messages.owners(size), messages.readers(size)
         self.reads = [0, *sorted(t for owner in owners if (t := (ring_rank - owner) % size))]
         """Distances of the owners of the blocks that are read; 0, the ring rank itself, comes first."""
         self.read_by = {t for reader in readers if (t := (reader - ring_rank) % size)}
@@ -66,29 +66,29 @@ class _Writer(Generic[T]):
 
     def fetched(self, t: int) -> Carried[T]:
         """Return the rows that the ring rank reads from distance t."""
-        return self.hops.between(self.before(t), self.ring_rank)
+        return self.messages.between(self.before(t), self.ring_rank)
 
     def remote(self, t: int) -> Carried[T]:
         """Return the rows that the ring rank at distance t reads."""
-        return self.hops.between(self.ring_rank, self.after(t))
+        return self.messages.between(self.ring_rank, self.after(t))
 
     def actions(self) -> Iterator[Action[T]]:
         following = [*self.reads[1:], self.size - 1]
         distances = sorted({*self.reads[1:], *self.read_by})
         for i, (t, upto) in enumerate(zip(self.reads, following, strict=True)):
-            hops = [u for u in distances if t < u <= upto]  # in flight during the compute of distance t
-            for u in hops:
+            messages = [u for u in distances if t < u <= upto]  # in flight during the compute of distance t
+            for u in messages:
                 yield from self.fetch(t, u, f"{Kind.DATA}{(i + 1) % 2}")  # two buffers: computed, arriving
             yield Compute(t, self.before(t), f"{Kind.DATA}{i % 2}" if t else HOME)
             if self.gradients:
                 yield from self.give_back(i, t)
-            for u in hops:
+            for u in messages:
                 yield Wait(t, Channel(Link.DIRECT, Kind.DATA, u))
                 if self.gradients and u not in self.reads:
                     yield from self.exchange(t, u, None)
         if self.gradients:
             yield from self.take_in(self.size)
-            has_local, has_remote = self.hops.reads(self.ring_rank), not nothing(self.summed)
+            has_local, has_remote = self.messages.reads(self.ring_rank), not nothing(self.summed)
             yield Return(self.size, (OWN_SHARE,) * has_local + (HOME_SUM,) * has_remote)
 
     def fetch(self, step: int, u: int, into: str) -> Iterator[Action[T]]:
@@ -102,7 +102,7 @@ class _Writer(Generic[T]):
     def give_back(self, i: int, t: int) -> Iterator[Action[T]]:
         """Sum the gradients of the block just computed, and send them to the owner."""
         if t == 0:
-            if self.hops.reads(self.ring_rank):
+            if self.messages.reads(self.ring_rank):
                 yield Accumulate(t, self.ring_rank, OWN_SHARE, first=True, rows=self.fetched(0))
             return
         share = f"{SUM}{i % 2}"
@@ -125,6 +125,6 @@ class _Writer(Generic[T]):
         for u, comes in self.coming:
             yield Wait(step, Channel(Link.DIRECT, Kind.GRADIENT, u))
             if comes is not None:
-                first, self.summed = nothing(self.summed), self.hops.together(self.summed, self.remote(u))
+                first, self.summed = nothing(self.summed), self.messages.together(self.summed, self.remote(u))
                 yield Add(step, HOME_SUM, comes, first=first, rows=self.summed)
         self.coming = []

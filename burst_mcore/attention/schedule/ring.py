@@ -26,16 +26,22 @@ from burst_mcore.attention.schedule.actions import (
     Return,
     Send,
     Wait,
-    by_hop,
+    posted_together,
 )
-from burst_mcore.attention.schedule.carried import Carried, Hops, T, nothing
+from burst_mcore.attention.schedule.carried import Carried, Messages, T, nothing
 
 _INTRA_DATA, _INTER_DATA = Channel(Link.INTRA, Kind.DATA), Channel(Link.INTER, Kind.DATA)
 _INTRA_GRADIENT, _INTER_GRADIENT = Channel(Link.INTRA, Kind.GRADIENT), Channel(Link.INTER, Kind.GRADIENT)
 
 
 def double_ring(
-    ring_rank: int, nodes: int, intra: int, *, gradients: bool, hops: Hops[T] = Hops(), turn: int = 1
+    ring_rank: int,
+    nodes: int,
+    intra: int,
+    *,
+    gradients: bool,
+    messages: Messages[T] = Messages(),
+    turn: int = 1,
 ) -> Program[T]:
     """Return the overlapped program of a ring rank on a double ring of nodes x intra.
 
@@ -55,10 +61,10 @@ def double_ring(
     Args:
         ring_rank: the ring rank of the program, of nodes * intra.
         gradients: whether gradients follow the blocks.
-        hops: the rows of each message; messages without rows are left out.
+        messages: the rows of each message; messages without rows are left out.
         turn: 1 if blocks go to higher ring ranks, -1 if they go to lower ones.
     """
-    return _Writer(ring_rank, nodes, intra, gradients, hops, turn).program()
+    return _Writer(ring_rank, nodes, intra, gradients, messages, turn).program()
 
 
 def visits(nodes: int, intra: int, *, gradients: bool) -> list[tuple[int, range]]:
@@ -73,10 +79,10 @@ class _Writer(Generic[T]):
     """The writer of the program of ring rank (m, l), round by round."""
 
     def __init__(
-        self, ring_rank: int, nodes: int, intra: int, gradients: bool, hops: Hops[T], turn: int
+        self, ring_rank: int, nodes: int, intra: int, gradients: bool, messages: Messages[T], turn: int
     ) -> None:
         self.ring_rank, self.nodes, self.intra = ring_rank, nodes, intra
-        self.gradients, self.hops, self.turn = gradients, hops, turn
+        self.gradients, self.messages, self.turn = gradients, messages, turn
         self.m, self.l = divmod(ring_rank, intra)  # node m, and place l within the node
         self.actions: list[Action[T]] = []
         self.step = 0
@@ -106,15 +112,15 @@ class _Writer(Generic[T]):
             source, arriving = self.held(i, j), ""
             if onward and j == early:
                 incoming = _free(Kind.DATA, current, self.start)
-                comes, goes = (self.hops.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
-                self.hop(_INTER_DATA, incoming, self.start, comes, goes)
+                comes, goes = (self.messages.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
+                self.exchange(_INTER_DATA, incoming, self.start, comes, goes)
             if j + 1 in places or (home_next and j == self.intra - 1 > 0):
                 # Receive the block of the next step; send the block that the next rank needs in that step.
                 to, at, out = (i, j + 1, current) if j + 1 in places else (0, 1, HOME)
                 arriving = _free(Kind.DATA, current, incoming, self.start if onward else "")
-                comes, goes = (self.hops.ahead(self.held(to, of), to, at) for of in (at, at - 1))
-                self.hop(_INTRA_DATA, arriving, out, comes, goes)
-            if current == HOME or self.hops.reads(source):
+                comes, goes = (self.messages.ahead(self.held(to, of), to, at) for of in (at, at - 1))
+                self.exchange(_INTRA_DATA, arriving, out, comes, goes)
+            if current == HOME or self.messages.reads(source):
                 self.actions.append(Compute(self.step, source, current))
             if self.gradients:
                 if j == early - 1:
@@ -136,9 +142,9 @@ class _Writer(Generic[T]):
             self.wait(_INTRA_GRADIENT)
         self.accumulate(i, j, source)
         if j < self.intra - 1:
-            comes, goes = (self.hops.so_far(self.held(i, at), i, j) for at in (j + 1, j))
+            comes, goes = (self.messages.so_far(self.held(i, at), i, j) for at in (j + 1, j))
             following = _free(SUM, self.total, self.leaving)
-            self.hop(_INTRA_GRADIENT, following, self.total, comes, goes)
+            self.exchange(_INTRA_GRADIENT, following, self.total, comes, goes)
             self.total = following
         elif i > 0 or self.intra > 1:
             self.leave_node(i, j, source)
@@ -146,24 +152,24 @@ class _Writer(Generic[T]):
     def leave_node(self, i: int, j: int, source: int) -> None:
         """Add the previous nodes' sum, and send the total to the next node, unless this node owns it."""
         self.wait(_INTER_GRADIENT)
-        if not nothing(self.hops.so_far_in_rounds(source, (i or self.nodes) - 1)):
-            first = nothing(self.hops.so_far(source, i, j))
-            rows = self.hops.so_far_in_rounds(source, i) if i > 0 else self.hops.remote(source)
+        if not nothing(self.messages.so_far_in_rounds(source, (i or self.nodes) - 1)):
+            first = nothing(self.messages.so_far(source, i, j))
+            rows = self.messages.so_far_in_rounds(source, i) if i > 0 else self.messages.remote(source)
             self.actions.append(Add(self.step, self.total, PARTIAL, first=first, rows=rows))
         if i > 0 and (i < self.nodes - 1 or self.intra > 1):  # nodes of one rank: `bring_home` sends last
-            comes, goes = (self.hops.so_far_in_rounds(self.held(at, j), i) for at in (i + 1, i))
-            self.hop(_INTER_GRADIENT, PARTIAL, self.total, comes, goes)
+            comes, goes = (self.messages.so_far_in_rounds(self.held(at, j), i) for at in (i + 1, i))
+            self.exchange(_INTER_GRADIENT, PARTIAL, self.total, comes, goes)
             self.leaving = self.total
 
     def accumulate(self, i: int, j: int, source: int) -> None:
-        if not self.hops.reads(source):
+        if not self.messages.reads(source):
             return
         if source == self.ring_rank:
-            local_rows = self.hops.between(source, source)
+            local_rows = self.messages.between(source, source)
             self.actions.append(Accumulate(self.step, source, OWN_SHARE, first=True, rows=local_rows))
             return
-        first = nothing(self.hops.so_far(source, i, j - 1))  # no earlier rank has added to the sum
-        rows = self.hops.so_far(source, i, j)
+        first = nothing(self.messages.so_far(source, i, j - 1))  # no earlier rank has added to the sum
+        rows = self.messages.so_far(source, i, j)
         self.actions.append(Accumulate(self.step, source, self.total, first=first, rows=rows))
 
     def bring_home(self) -> None:
@@ -172,13 +178,13 @@ class _Writer(Generic[T]):
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
             owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
-            comes, goes = (self.hops.remote(each) for each in (self.ring_rank, owner))
+            comes, goes = (self.messages.remote(each) for each in (self.ring_rank, owner))
             if not nothing(goes):
                 self.complete(goes)
-            self.hop(channel, HOME_TOTAL, TOTAL, comes, goes)
+            self.exchange(channel, HOME_TOTAL, TOTAL, comes, goes)
             self.wait(channel)
-        others = self.step > 1 and not nothing(self.hops.remote(self.ring_rank))
-        home = (OWN_SHARE,) * self.hops.reads(self.ring_rank) + (HOME_TOTAL,) * others
+        others = self.step > 1 and not nothing(self.messages.remote(self.ring_rank))
+        home = (OWN_SHARE,) * self.messages.reads(self.ring_rank) + (HOME_TOTAL,) * others
         self.actions.append(Return(self.step, home))
 
     def complete(self, rows: Carried[T]) -> None:
@@ -189,7 +195,7 @@ class _Writer(Generic[T]):
         else:
             self.actions.append(Add(self.step, TOTAL, self.total, first=True, rows=rows))
 
-    def hop(self, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]) -> None:
+    def exchange(self, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]) -> None:
         inter = channel.link == Link.INTER
         for kind, buffer, direction, rows in ((Recv, into, -self.turn, comes), (Send, out, self.turn, goes)):
             if not nothing(rows):
@@ -231,13 +237,13 @@ def without_overlap(program: Program[T]) -> Program[T]:
     """Return the program with a wait after each send: late kinds when they are sent, others when needed."""
     actions: list[Action[T]] = []
     postponed: dict[Channel, list[Action[T]]] = {}
-    for channel, group in by_hop(program):
+    for channel, group in posted_together(program):
         if channel is None:
             for action in group:
                 if not isinstance(action, Wait):
                     actions.append(action)
                 elif action.channel.kind not in COMES_LATE:
-                    now = [replace(hop, step=action.step) for hop in postponed.pop(action.channel)]
+                    now = [replace(message, step=action.step) for message in postponed.pop(action.channel)]
                     actions += [*now, action]
         elif channel.kind in COMES_LATE:
             actions += [*group, Wait(group[-1].step, channel)]

@@ -25,7 +25,7 @@ from itertools import groupby
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
 from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Program
-from burst_mcore.attention.schedule.carried import Hops, Itinerary, OfRingRank, T
+from burst_mcore.attention.schedule.carried import Itinerary, Messages, OfRingRank, T
 from burst_mcore.attention.schedule.direct import direct
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import double_ring, without_overlap
@@ -134,8 +134,8 @@ def _of_plan(plan: Plan, rank: int, route: Route, pass_: Pass) -> Program:
     if plan.reading(of_queries=of_queries).of_all:
         return _of_all(rank, route, pass_)
     places = None if route.direct else itinerary(plan, route.nodes, route.intra, route.turn, of_queries)
-    hops = OfRingRank(plan.reading(of_queries=of_queries), ring_rank, places)
-    return _around(on_ring(ring_rank, route, PASSES[pass_], hops), rank, route, pass_)
+    messages = OfRingRank(plan.reading(of_queries=of_queries), ring_rank, places)
+    return _around(on_ring(ring_rank, route, PASSES[pass_], messages), rank, route, pass_)
 
 
 @cached_on_plan
@@ -151,12 +151,12 @@ def _around(ring: Program, rank: int, route: Route, pass_: Pass) -> Program:
     return ring if route.overlap else without_overlap(ring)
 
 
-def on_ring(ring_rank: int, route: Route, moves: Moves, hops: Hops[T] = Hops()) -> Program[T]:
-    """Return the program of a ring rank, between ring ranks; `hops` leaves out rows without a reader."""
+def on_ring(ring_rank: int, route: Route, moves: Moves, messages: Messages[T] = Messages()) -> Program[T]:
+    """Return the program of a ring rank, between ring ranks; `messages` leaves out rows without a reader."""
     if route.direct:
-        return direct(ring_rank, route.ring_size, gradients=moves.gradients, hops=hops)
+        return direct(ring_rank, route.ring_size, gradients=moves.gradients, messages=messages)
     return double_ring(
-        ring_rank, route.nodes, route.intra, gradients=moves.gradients, hops=hops, turn=route.turn
+        ring_rank, route.nodes, route.intra, gradients=moves.gradients, messages=messages, turn=route.turn
     )
 
 
