@@ -108,10 +108,12 @@ class Watch:
         self._warn_at = time.monotonic() + WARN_AFTER if meeting.place else float("inf")
         try:
             meeting.lengths.set_result(self._lengths(meeting.word, meeting.signature))
-        except Exception as error:
-            if meeting.word.how == AHEAD:
+        except BaseException as error:  # whatever ends the thread: a caller waits for the result
+            if isinstance(error, Exception) and meeting.word.how == AHEAD:
                 self._break(error)
             meeting.lengths.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _lengths(self, word: Word, signature: Signature) -> list[int] | None:
         """Exchange words; return the rows of all ranks if they differ. Raise if the ranks do not agree."""

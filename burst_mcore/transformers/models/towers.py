@@ -94,27 +94,24 @@ class Images:
 
     @classmethod
     def of(cls, arguments: dict[str, Any], names: list[str]) -> Images | None:
-        """Return the images of a call; None where an argument of the method does not tell images apart.
-
-        names: of the method's parameters.
-        """
-        given = {name: x for name, x in arguments.items() if name in names and isinstance(x, Tensor)}
-        pixels = next((given[name] for name in PIXELS if name in given), None)
+        """Return the images of a call, by the names of its parameters; None if these tell none apart."""
+        tensors = {name: x for name, x in arguments.items() if name in names and isinstance(x, Tensor)}
+        pixels = next((tensors[name] for name in PIXELS if name in tensors), None)
         lists = [x for name, x in arguments.items() if name in names and isinstance(x, list | tuple)]
         if pixels is None or any(not isinstance(x[0], int) for x in lists if x):
             return None
         if pixels.dim() == 5 and "pixel_attention_mask" in names:  # rows of images, the last of which are 0
             real = pixels.flatten(0, 1).flatten(1).any(1)
-            given = {name: x.flatten(0, 1)[real][:, None] for name, x in given.items()}
-            pixels = given["pixel_values"]
-        grids = next((x for name, x in given.items() if name.endswith("grid_thw")), None)
-        sizes = given.get("image_sizes")
+            tensors = {name: x.flatten(0, 1)[real][:, None] for name, x in tensors.items()}
+            pixels = tensors["pixel_values"]
+        grids = next((x for name, x in tensors.items() if name.endswith("grid_thw")), None)
+        sizes = tensors.get("image_sizes")
         if grids is not None:
             patches = grids.prod(-1).tolist()
         else:
             patches = [1] * len(pixels) if sizes is None else sizes.prod(-1).tolist()
-        told = patches and all(len(x) in (len(patches), sum(patches)) for x in given.values())
-        return cls(arguments, given, patches) if told else None
+        divides = patches and all(len(x) in (len(patches), sum(patches)) for x in tensors.values())
+        return cls(arguments, tensors, patches) if divides else None
 
     def bounds(self, size: int) -> list[int]:
         """Return where each rank's images begin, and the end: an image goes where its middle patch goes."""
