@@ -18,7 +18,7 @@ ROW = Row(
     mask="causal", passes="fwd+bwd", method="burst", tflops=1.0,
 )  # fmt: skip
 LENGTHS = {2**17: "128K", 2**19: "512K", 2**20: "1M"}
-METHODS = ("Megatron p2p", "Megatron a2a+p2p (USP)", "Ulysses", "burst", 'burst, head_parallel="auto"')
+METHODS = ("Megatron p2p", "Megatron a2a+p2p (USP)", "Ulysses", "burst", "burst, the best head_parallel")
 UNIT, BAR = 70, 20
 """Pixels of the kernel's own time, and of a bar's width."""
 

@@ -11,7 +11,9 @@ from families import PLACE, batch_of, model_of, pictures
 from ranks import processes
 
 from burst_mcore.torch import RefusedError, parallelize
+from burst_mcore.transformers.models.strategies import LoadedBatch
 from burst_mcore.transformers.models.towers import Images
+from burst_mcore.transformers.prepare import sequence_of
 
 FAMILIES = ("qwen3_vl", "gemma3", "llava")
 
@@ -92,6 +94,33 @@ def test_whole_images_go_to_ranks_in_order(patches, size):
     assert most <= sum(patches) / size + max(patches)
 
 
+def _alone(rank, size):
+    """The worst error of logits where each rank evaluates a batch of its own, as Accelerate may."""
+    torch.use_deterministic_algorithms(False)
+    model = model_of("qwen3_vl").eval()
+    batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+    batch["pixel_values"] = batch["pixel_values"] * (1 + rank)
+    del batch["labels"]
+    other = copy.deepcopy(model)
+    parallelize(other, dist.group.WORLD, reduction="mean")
+    sequence_of(other).batches = LoadedBatch(sequence_of(other), alone=True)
+    with torch.no_grad():
+        want, got = (each(**batch, use_cache=False).logits for each in (model, other))
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def test_a_rank_that_evaluates_alone_makes_its_own_features():
+    assert max(processes(2, _alone)) < 1e-5
+
+
+def test_a_tensor_with_an_entry_a_row_is_not_taken_for_one_of_images():
+    pixels, sizes = torch.zeros(2, 3, 4, 4), torch.tensor([[4, 4], [4, 4]])
+    arguments = {"pixel_values": pixels, "image_sizes": sizes}
+    assert Images.of(arguments, [*arguments]) is not None
+    arguments["batch_num_images"] = torch.tensor([2, 0])
+    assert Images.of(arguments, [*arguments]) is None
+
+
 def _bad(rank, size, kind):
     torch.use_deterministic_algorithms(False)
     model = model_of("qwen3_vl")
@@ -107,7 +136,8 @@ def _bad(rank, size, kind):
     if kind == "column":
         batch["boxes"] = torch.zeros(3, 4)
     if kind == "tree":
-        batch["tree"] = torch.zeros(2, 1, dtype=torch.int64)
+        batch = {name: x[:1] if len(x) == len(ROWS) else x for name, x in batch.items()}
+        batch |= {"tree": torch.tensor([-1, TOKENS]), "shift_labels": batch.pop("labels")}
     try:
         cp.token_stats(model, batch) if kind == "statistics" else model(**batch)
     except (RefusedError, ValueError, RuntimeError) as error:
@@ -120,6 +150,7 @@ BAD = {
     "images": "ranks of a CP group were given different whole batches",
     "pixels": "ranks of a CP group were given different whole batches",
     "column": "boxes [3, 4] enters Qwen3VLTextModel whole, and nobody shards it",
+    "tree": "does not know its branches: use rows apart",
     "statistics": "token_stats is of shards, and batches with images are whole",
 }
 

@@ -175,6 +175,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
         batches, first = iterates(), list[Any]()
         if self.evaluates:
             yield from batches
+            return
         while load := [*islice(batches, self.groups)]:
             first, rows = first or load, sum(map(find_batch_size, load))
             if rows < self.groups * find_batch_size(load[0]):

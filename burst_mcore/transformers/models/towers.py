@@ -29,6 +29,8 @@ logger = logging.getLogger("burst_mcore")
 METHODS = ("get_image_features", "get_video_features")
 """What models of transformers call to make features."""
 PIXELS = ("pixel_values", "pixel_values_videos")
+OF_IMAGES = ("grid_thw", "image_sizes", "pixel_attention_mask")
+"""The ends of names of other tensors with an entry for each image; a tensor for each row has other names."""
 
 
 def attach_towers(model: nn.Module, of: SequenceParallel) -> None:
@@ -47,7 +49,8 @@ class SharedImages:
     own: Callable[..., Any]
     of: SequenceParallel
     whole: bool = False
-    """Whether every rank makes the features of all images: they cannot be told apart."""
+    """Whether every rank makes all features in every call: the model's are of a kind that is not gathered."""
+    has_warned: bool = False
 
     def __post_init__(self) -> None:
         self.__wrapped__ = self.own  # by which `generate` finds the parameters
@@ -57,8 +60,8 @@ class SharedImages:
         names = [*inspect.signature(self.own).parameters]
         arguments = dict(zip(names, args, strict=False)) | kwargs
         shares = self.of.shares_towers and group is not None and not self.whole
-        if not shares or sequence is None or sequence.entering is None:
-            return self.own(**arguments)
+        if not shares or sequence is None or sequence.entering is None or sequence.topology.size == 1:
+            return self.own(**arguments)  # the last: a batch of this rank alone
         assert group is not None
         images = Images.of(arguments, names)
         if images is None:
@@ -68,17 +71,18 @@ class SharedImages:
         mine = images.part(first, last) if first < last else images.part(*images.smallest())
         with while_set(self.of, shares_towers=False):  # methods that call each other share once
             out = on_all_ranks(lambda: self.own(**mine), group)
-        streams = _streams(out)
+        streams = _streams(out, len(images.patches))
         if streams is None:
+            self.whole = True
             return self._whole(arguments)
         _replace(out, gathered_features(streams, first < last, len(images.patches), group))
         return out
 
     def _whole(self, arguments: dict[str, Any]) -> Any:
-        """Make the features of all images, now and from now on."""
-        self.whole = True
-        if dist.get_rank() == 0:
+        """Make the features of all images on this rank, as all others do; the first says so, once."""
+        if not self.has_warned and self.of.topology.rank == 0:
             logger.warning("%s: every rank makes the features of all images", self.own.__qualname__)
+        self.has_warned = True
         return self.own(**arguments)
 
 
@@ -98,7 +102,8 @@ class Images:
         tensors = {name: x for name, x in arguments.items() if name in names and isinstance(x, Tensor)}
         pixels = next((tensors[name] for name in PIXELS if name in tensors), None)
         lists = [x for name, x in arguments.items() if name in names and isinstance(x, list | tuple)]
-        if pixels is None or any(not isinstance(x[0], int) for x in lists if x):
+        known = all(name in PIXELS or name.endswith(OF_IMAGES) for name in tensors)
+        if pixels is None or not known or any(not isinstance(x[0], int) for x in lists if x):
             return None
         if pixels.dim() == 5 and "pixel_attention_mask" in names:  # rows of images, the last of which are 0
             real = pixels.flatten(0, 1).flatten(1).any(1)
@@ -135,15 +140,19 @@ class Images:
         return {**self.arguments, **mine}
 
 
-def _streams(out: Any) -> list[Any] | None:
-    """Return what an output has of features: [pooled, by layer ...], each a tensor, or one for each image.
+def _streams(out: Any, images: int) -> list[Any] | None:
+    """Return an output's features, [pooled, by layer ...]: each a tensor, or at most `images` of them.
 
     None where they are something else.
     """
     streams = [getattr(out, "pooler_output", None), *(getattr(out, "deepstack_features", None) or ())]
     told = (
         isinstance(x, Tensor)
-        or (isinstance(x, list | tuple) and all(isinstance(y, Tensor) and y.dim() == 2 for y in x))
+        or (
+            isinstance(x, list | tuple)
+            and len(x) <= images
+            and all(isinstance(y, Tensor) and y.dim() == 2 for y in x)
+        )
         for x in streams
     )
     return streams if all(told) else None
