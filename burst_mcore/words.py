@@ -34,7 +34,7 @@ _ANSWERS = {name: f"write burst_attention(..., {ours})" for ours, names in _WRIT
 _ANSWERS |= dict.fromkeys(("dropout", "dropout_p"), "scores are never dropped out; leave it out")
 _ANSWERS |= dict.fromkeys(
     ("alibi_slopes", "attn_bias", "bias", "score_mod"),
-    "biases of scores are not served; turn q and k by a rotary embedding, or write mask=Mask...",
+    "biases of scores are not supported; turn q and k by a rotary embedding, or write mask=Mask...",
 )
 REMOVED = {
     "mesh": "it is removed; write ring='direct' or head_parallel='auto', which also move fewer bytes",

@@ -95,7 +95,7 @@ def explain(
     gpu: Gpu = None,
     rates_file: RatesFile = None,
 ) -> None:
-    """Predict the ways of a call on a cluster: the way that runs by default, that of "auto", and why."""
+    """Predict the routes of a call on a cluster: the route that runs by default, that of "auto", and why."""
     import torch
 
     from burst_mcore.config import BurstConfig
@@ -258,7 +258,7 @@ def plan(
         list[Path] | None, typer.Option(metavar="FILE", help="Measured rows that first correct a machine.")
     ] = None,
 ) -> None:
-    """Predict every way to train a model and recommend one, or compare measured figures (--against)."""
+    """Predict every plan to train a model and recommend one, or compare measured figures (--against)."""
     import json
 
     import torch

@@ -13,13 +13,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from burst_bench.published.methods import FITTED, seconds_of, way_of
+from burst_bench.published.methods import FITTED, plan_of, seconds_of
 from burst_bench.published.rows import CPU, Row, read, rows_of
 from burst_bench.published.training import OUT_OF_MEMORY, of_row
 from burst_bench.published.training import figure as figure_of
 from burst_mcore.rates import Rates
 from burst_plan.machines import MACHINES, Constants, Machine
-from burst_plan.step.way import Way
+from burst_plan.step.plan import Plan
 
 LEGAL = f"one of {', '.join(MACHINES)}"
 """The known machines, for messages."""
@@ -62,7 +62,7 @@ class Compared:
         row, entries = self.row, self.entries
         if row is None:
             where = f"{entries['gpus']} {entries['hardware']}, {entries['seq']}"
-            how = f"{Way(**entries['way'])} {entries.get('method', '')}".rstrip()
+            how = f"{Plan(**entries['plan'])} {entries.get('method', '')}".rstrip()
             return f"{entries['model'].get('name', 'a model')} on {where}, {how}, {entries['metric']}"
         shape = f"{row.gpus} {row.hardware}, {row.seq} x {row.heads}:{row.kv_heads} x {row.head_dim}"
         return f"{shape}, {row.mask} {row.passes}, {self.split} {row.variant}".rstrip()
@@ -241,17 +241,17 @@ def _predict(row: Row, known: Mapping[str, Machine], rates: Rates | None) -> tup
         return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
     if rates is None and row.hardware not in known:
         raise ValueError(f"unknown machine {row.hardware!r}: {LEGAL}, or any with --rates FILE")
-    way = way_of(row)
-    if isinstance(way, str):
-        return None, way
-    return row.figure_of(seconds_of(row, way, rates or known[row.hardware].rates_by(FITTED))), None
+    plan = plan_of(row)
+    if isinstance(plan, str):
+        return None, plan
+    return row.figure_of(seconds_of(row, plan, rates or known[row.hardware].rates_by(FITTED))), None
 
 
 def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Return the rows that the model can predict, by machine."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row.hardware in MACHINES and not isinstance(way_of(row), str):
+        if row.hardware in MACHINES and not isinstance(plan_of(row), str):
             groups[row.hardware].append(row)
     return groups
 
@@ -285,9 +285,9 @@ def loss_of(rows: Sequence[Row], machine: Machine, constants: Constants) -> floa
 
 def error(row: Row, machine: Machine, constants: Constants = FITTED) -> float:
     """Return the logarithm of predicted over measured."""
-    way = way_of(row)
-    assert not isinstance(way, str)
-    return math.log(row.figure_of(seconds_of(row, way, machine.rates_by(constants))) / row.measured)
+    plan = plan_of(row)
+    assert not isinstance(plan, str)
+    return math.log(row.figure_of(seconds_of(row, plan, machine.rates_by(constants))) / row.measured)
 
 
 def descend(

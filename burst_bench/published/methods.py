@@ -35,7 +35,7 @@ FITTED = replace(CONSTANTS, call=CONSTANTS.loops)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodWay:
+class MethodPlan:
     """The schedule of a method: a ring of groups that share heads, and other costs."""
 
     heads: int = 1
@@ -57,18 +57,18 @@ class MethodWay:
     """The ring of another project; None: our programs."""
 
 
-def _ulysses(row: Row) -> MethodWay | str:
-    way = _usp(replace(row, head_parallel=row.gpus))
+def _ulysses(row: Row) -> MethodPlan | str:
+    plan = _usp(replace(row, head_parallel=row.gpus))
     loop = loops.MAGI_ULYSSES.get(_capability(row), loops.DEEPSPEED)
-    return way if isinstance(way, str) else replace(way, loop=loop)
+    return plan if isinstance(plan, str) else replace(plan, loop=loop)
 
 
-def _all_gather(row: Row) -> MethodWay:
+def _all_gather(row: Row) -> MethodPlan:
     gathers = loops.MAGI_GATHER.get(_capability(row), loops.TE_GATHER)
-    return MethodWay(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
+    return MethodPlan(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
 
 
-def _usp(row: Row) -> MethodWay | str:
+def _usp(row: Row) -> MethodPlan | str:
     heads = row.head_parallel or most_heads(row)
     why_not = why_not_degree(heads, row.ranks, row.heads, row.kv_heads)
     if why_not:
@@ -76,15 +76,15 @@ def _usp(row: Row) -> MethodWay | str:
     packed = "qkvpack" in row.variant.split()
     exchanges = 2 * (heads > 1) if packed else 4
     separate = not packed and row.figure == "iterations_per_second"
-    return MethodWay(
+    return MethodPlan(
         heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=separate
     )
 
 
-def _loongtrain(row: Row) -> MethodWay | str:
-    way = _usp(row)
+def _loongtrain(row: Row) -> MethodPlan | str:
+    plan = _usp(row)
     loop = loops.MAGI_DOUBLE_RING.get(_capability(row), loops.INTERNEVO)
-    return way if isinstance(way, str) else replace(way, double=True, loop=loop)
+    return plan if isinstance(plan, str) else replace(plan, double=True, loop=loop)
 
 
 def _loop(row: Row) -> Loop:
@@ -102,14 +102,14 @@ def most_heads(row: Row) -> int:
     return max(d for d in legal_degrees(row.ranks, row.heads, row.kv_heads) if d <= row.ranks.intra)
 
 
-WAYS: dict[str, Callable[[Row], MethodWay | str]] = {
+METHODS: dict[str, Callable[[Row], MethodPlan | str]] = {
     "ulysses": _ulysses,
-    "ring": lambda row: MethodWay(layout=_layout(row), loop=_loop(row)),
+    "ring": lambda row: MethodPlan(layout=_layout(row), loop=_loop(row)),
     "all-gather": _all_gather,
     "usp": _usp,
     "loongtrain": _loongtrain,
-    "double-ring": lambda row: MethodWay(double=True, layout=_layout(row), loop=loops.INTERNEVO),
-    "burst": lambda row: MethodWay(double=True, layout=_layout(row), direction=Pass.QUERY),
+    "double-ring": lambda row: MethodPlan(double=True, layout=_layout(row), loop=loops.INTERNEVO),
+    "burst": lambda row: MethodPlan(double=True, layout=_layout(row), direction=Pass.QUERY),
 }
 """By name: the schedule for a row's shapes on its cluster, or the reason for none."""
 NOT_MODELLED = {
@@ -125,52 +125,52 @@ def _layout(row: Row) -> str:
     return layouts[0] if layouts else "zigzag" if row.mask == "causal" else "contiguous"
 
 
-def way_of(row: Row) -> MethodWay | str:
+def plan_of(row: Row) -> MethodPlan | str:
     """Return the schedule of a row's method, or the reason why the model has none."""
     if row.varlen:
         return "the row does not give the lengths of its documents"
     if row.method in NOT_MODELLED:
         return NOT_MODELLED[row.method]
-    if row.method not in WAYS:
-        return f"unknown method; known are {', '.join(WAYS)}"
-    return WAYS[row.method](row)
+    if row.method not in METHODS:
+        return f"unknown method; known are {', '.join(METHODS)}"
+    return METHODS[row.method](row)
 
 
-def seconds_of(row: Row, way: MethodWay, rates: Rates) -> float:
+def seconds_of(row: Row, plan: MethodPlan, rates: Rates) -> float:
     """Return the predicted seconds of a row's passes on the slowest rank."""
     if row.passes == "fwd":
-        return _seconds(row, way, Pass.FORWARD, rates)
-    backward = _seconds(row, way, way.direction, rates)
-    return backward if row.passes == "bwd" else backward + _seconds(row, way, Pass.FORWARD, rates)
+        return _seconds(row, plan, Pass.FORWARD, rates)
+    backward = _seconds(row, plan, plan.direction, rates)
+    return backward if row.passes == "bwd" else backward + _seconds(row, plan, Pass.FORWARD, rates)
 
 
-def _seconds(row: Row, way: MethodWay, pass_: Pass, rates: Rates) -> float:
+def _seconds(row: Row, plan: MethodPlan, pass_: Pass, rates: Rates) -> float:
     """Return the seconds of a pass: of the device, part by part, or of the host if it launches longer.
 
     Exchanges of heads stand around a ring of groups. Each group of ranks that share heads is one place of the
     ring, and every place sends and receives all, whatever a mask leaves out.
     """
-    shard, groups = _shard(row), Ranks(row.gpus // way.heads, max(1, row.ranks.intra // way.heads))
-    sizes, pooled = message_bytes(shard, Route(heads=way.heads), pass_).whole, shard.pooled(way.heads)
+    shard, groups = _shard(row), Ranks(row.gpus // plan.heads, max(1, row.ranks.intra // plan.heads))
+    sizes, pooled = message_bytes(shard, Route(heads=plan.heads), pass_).whole, shard.pooled(plan.heads)
     parcels = [size for kind, size in sizes.items() if kind in cost.PARCELS]
-    pairs = pairs_of(Layout.of(way.layout), row.seen, row.seq, groups.size)
+    pairs = pairs_of(Layout.of(plan.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
-    device = way.timed_apart * rates.call + _exchanged(parcels, way.heads, row.ranks, rates)
-    device += (way.exchanges > 0) * COPIES * sum(parcels) * way.heads / rates.memory
-    if way.gathers:
-        kernel = _kernel(pooled, pass_, rates, way.gathers.passes)
+    device = plan.timed_apart * rates.call + _exchanged(parcels, plan.heads, row.ranks, rates)
+    device += (plan.exchanges > 0) * COPIES * sum(parcels) * plan.heads / rates.memory
+    if plan.gathers:
+        kernel = _kernel(pooled, pass_, rates, plan.gathers.passes)
         work = KernelWork(pairs, Placement(groups.size), torch.zeros_like)
         device += (
-            float(kernel(pairs.sum(1)).max()) + _gathered(row, pooled, way.gathers, pass_) / rates.memory
+            float(kernel(pairs.sum(1)).max()) + _gathered(row, pooled, plan.gathers, pass_) / rates.memory
         )
     else:
-        passes = (way.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
+        passes = (plan.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
         work = KernelWork(pairs, Placement(groups.size), _kernel(pooled, pass_, rates, passes))
-    ring = _ring_of(way, groups, pass_, pooled, work)
-    (played,) = play_all(_plan(way.layout, row.seq, groups.size), [ring], groups.intra, rates)
-    device += played.seconds + (0.0 if way.gathers else cost.slowdown_seconds(played.sent, rates))
-    calls = 2 if way.gathers else groups.size
-    return max(device, cost.host_seconds(calls, way.exchanges + way.timed_apart, rates))
+    ring = _ring_of(plan, groups, pass_, pooled, work)
+    (played,) = play_all(_plan(plan.layout, row.seq, groups.size), [ring], groups.intra, rates)
+    device += played.seconds + (0.0 if plan.gathers else cost.slowdown_seconds(played.sent, rates))
+    calls = 2 if plan.gathers else groups.size
+    return max(device, cost.host_seconds(calls, plan.exchanges + plan.timed_apart, rates))
 
 
 def _shard(row: Row) -> Shard:
@@ -210,14 +210,14 @@ def _bytes_around(shard: Shard, pass_: Pass, passes: Passes) -> float:
     return passes.rotates * q + passes.stays * kv + passes.stand_in * out
 
 
-def _ring_of(way: MethodWay, groups: Ranks, pass_: Pass, shard: Shard, work: KernelWork) -> RoutedPass:
+def _ring_of(plan: MethodPlan, groups: Ranks, pass_: Pass, shard: Shard, work: KernelWork) -> RoutedPass:
     """Return the ring of groups: the loop of another project, or our program."""
-    if way.loop is None:
-        route = route_for(1, groups, ring="double" if way.double else "flat", overlap=True)
+    if plan.loop is None:
+        route = route_for(1, groups, ring="double" if plan.double else "flat", overlap=True)
         return RoutedPass(route, pass_, message_bytes(shard, route, pass_), work)
-    route = _windows(groups) if way.double else Route(intra=groups.size)
-    sums = replace(shard, grad_dtype=torch.float32) if way.loop.float32 else shard
-    program = next(programs_of(way.loop, route, pass_))
+    route = _windows(groups) if plan.double else Route(intra=groups.size)
+    sums = replace(shard, grad_dtype=torch.float32) if plan.loop.float32 else shard
+    program = next(programs_of(plan.loop, route, pass_))
     return RoutedPass(route, pass_, message_bytes(sums, route, pass_), work, program)
 
 

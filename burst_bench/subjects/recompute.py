@@ -19,7 +19,7 @@ from burst_bench.methods.attention import attended, share_of
 from burst_bench.methods.layers import KEPT, OFFLOADED, POLICIES, LayerMethod, as_it_is
 from burst_mcore import BurstConfig, Layout, Mask, Topology, positions
 from burst_mcore.attention.geometry.cuts import cut_for
-from burst_mcore.attention.geometry.plan import head_mask
+from burst_mcore.attention.geometry.plan import prefix_mask
 from burst_mcore.attention.schedule.actions import Pass
 from burst_plan.explain.problem import DTYPES
 from burst_plan.simulate.cost import allowed_pairs, pass_flops
@@ -70,7 +70,7 @@ class LayersCase(Case):
             return float(name in ("megatron full", "megatron selective"))
         share, _ = POLICIES[name].share(0)
         cut = cut_for(share, Layout.of(self.layout), Mask.causal(), self.seq, self.ranks).position
-        return allowed_pairs(Mask.causal() & head_mask(cut, self.seq), self.seq) / self.pairs
+        return allowed_pairs(Mask.causal() & prefix_mask(cut, self.seq), self.seq) / self.pairs
 
     def prepare(self, world: World) -> Stage:
         seq = max(self.divisor, min(self.seq, self.gate or self.seq) // self.divisor * self.divisor)

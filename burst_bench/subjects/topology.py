@@ -80,7 +80,7 @@ class ClusterCase(Case):
     """Tokens of a rank."""
     head_dim: int = 32
     mask: str = one_of("causal", ("causal", "full"))
-    ways: str = ""
+    compared: str = ""
     """The measured settings of BurstConfig, separated by |; "": every candidate, and the choice of "auto"."""
 
     @property
@@ -112,18 +112,18 @@ class ClusterCase(Case):
     def named(cls, device: str) -> Mapping[str, ClusterCase]:
         """Return the rings without compute, overlap where it is largest, and a grid of cells for "auto".
 
-        The rings are compared without a mask, so that all rows rotate all the way: under a causal one the
+        The rings are compared without a mask, so that all rows rotate whole rounds: under a causal one the
         flat ring drops more of them. Data and gradients have as many bytes: "kv" rotates.
         """
         cases = {
-            f"double ring, 2 x {intra}": cls(intra=intra, tokens=128, mask="full", ways=BOTH_RINGS)
+            f"double ring, 2 x {intra}": cls(intra=intra, tokens=128, mask="full", compared=BOTH_RINGS)
             for intra in FLAT_OVER_DOUBLE
         }
+        compared = f"{DOUBLE} | {NODES_APART}4"
         for intra, kv_heads in itertools.product((4, 8), (8, 2)):
-            ways = f"{DOUBLE} | {NODES_APART}4"
             name = f"heads across nodes, 4 x {intra}, heads 8:{kv_heads}"
-            cases[name] = cls(nodes=4, intra=intra, kv_heads=kv_heads, tokens=1024, ways=ways)
-        alone = cls(intra=4, tokens=128, ways=OVERLAP)
+            cases[name] = cls(nodes=4, intra=intra, kv_heads=kv_heads, tokens=1024, compared=compared)
+        alone = cls(intra=4, tokens=128, compared=OVERLAP)
         computing = [alone.with_compute(eighths / 8) for eighths in range(2, 25)]
         cases["overlap, 2 x 4"] = max(
             computing, key=lambda case: predicted(case, OFF, 0.0) / predicted(case, DOUBLE, 0.0)
@@ -140,15 +140,15 @@ class ClusterCase(Case):
     @property
     def fewer_bytes(self) -> str | None:
         """The candidate with fewer bytes between nodes than the double ring, if both are the case."""
-        return self.ways.removeprefix(f"{DOUBLE} | ") if "outer" in self.ways else None
+        return self.compared.removeprefix(f"{DOUBLE} | ") if "outer" in self.compared else None
 
     def methods(self) -> Sequence[Method]:
         """Return the candidates, without flat rings and direct exchanges that share heads: these are slow."""
-        if self.ways:
-            return [Method(way.strip()) for way in self.ways.split("|")]
+        if self.compared:
+            return [Method(settings.strip()) for settings in self.compared.split("|")]
         every = costed(self, "ring=auto; head_parallel=auto", 0.0)
-        ways = [way for way in every if way.ring == "double" or way.route.heads == 1]
-        return [Method(name) for name in (AUTO, *map(settings_of, ways))]
+        tried = [each for each in every if each.ring == "double" or each.route.heads == 1]
+        return [Method(name) for name in (AUTO, *map(settings_of, tried))]
 
     def prepare(self, world: World) -> Stage:
         around = (world.rank + 1) % world.size, (world.rank - 1) % world.size
@@ -186,10 +186,10 @@ class ClusterCase(Case):
         """Yield the cost model's prediction for each candidate, and ratios of candidates."""
         latency = table["message", "latency"][0]
         medians = table.medians("wall")
-        forecasts = {way: predicted(self, way, latency) for way in medians}
-        for way, seconds in medians.items():
-            yield way, "predicted", [forecasts[way]]
-            yield way, "wall / predicted", [seconds / forecasts[way]]
+        forecasts = {settings: predicted(self, settings, latency) for settings in medians}
+        for settings, seconds in medians.items():
+            yield settings, "predicted", [forecasts[settings]]
+            yield settings, "wall / predicted", [seconds / forecasts[settings]]
         for slow in (FLAT, OFF):
             if {slow, DOUBLE} <= medians.keys():
                 yield DOUBLE, f"{slow} / this", [medians[slow] / medians[DOUBLE]]
@@ -212,7 +212,7 @@ class ClusterCase(Case):
             yield AUTO, "right choices / cells", [sum(ratio <= WITHIN for ratio in cells) / len(cells)]
 
     def bars(self, device: str) -> Sequence[Bar]:
-        if self.ways == BOTH_RINGS and self.intra in FLAT_OVER_DOUBLE:
+        if self.compared == BOTH_RINGS and self.intra in FLAT_OVER_DOUBLE:
             least = FLAT_OVER_DOUBLE[self.intra]
             return [Bar("flat over double ring", DOUBLE, f"{FLAT} / this", least, at_most=False)]
         rival = self.fewer_bytes
@@ -221,34 +221,35 @@ class ClusterCase(Case):
             if NODES_APART in rival and self.intra == 8 and self.heads == self.kv_heads:
                 bars.append(Bar("double ring over heads across nodes", rival, GAIN, 1.5, at_most=False))
             return bars
-        if self.ways == OVERLAP:
+        if self.compared == OVERLAP:
             # The model predicts 1.5 at best: a gradient that takes a step less leaves less to hide.
             return [Bar("without overlap over with", DOUBLE, f"{OFF} / this", 1.4, at_most=False)]
         return ()
 
 
-def config_of(way: str) -> BurstConfig:
+def config_of(settings: str) -> BurstConfig:
     """Return the configuration of a candidate, such as "ring=double; backward=kv"."""
-    return in_words(BurstConfig, way, kernel="timed")
+    return in_words(BurstConfig, settings, kernel="timed")
 
 
-def settings_of(way: Candidate) -> str:
+def settings_of(candidate: Candidate) -> str:
     """Return the settings of a candidate."""
-    placement = f"head_placement={'outer' if way.route.outer else 'inner'}; " * (way.route.heads > 1)
-    return f"ring={way.ring}; head_parallel={way.route.heads}; {placement}backward={way.direction}"
+    route = candidate.route
+    placement = f"head_placement={'outer' if route.outer else 'inner'}; " * (route.heads > 1)
+    return f"ring={candidate.ring}; head_parallel={route.heads}; {placement}backward={candidate.direction}"
 
 
 @lru_cache(maxsize=4096)
-def costed(case: ClusterCase, way: str, latency: float) -> tuple[Candidate, ...]:
+def costed(case: ClusterCase, settings: str, latency: float) -> tuple[Candidate, ...]:
     """Return the candidates that settings leave open; `latency`: seconds of a message without its bytes."""
-    config, rates = config_of(way), replace(case.rates, latency=latency)
+    config, rates = config_of(settings), replace(case.rates, latency=latency)
     n, layout = case.tokens * case.where.size, Layout.of(config.layout)
     return search.costed(config, Question(case.share, layout, case.seen, n, case.where, rates))
 
 
-def predicted(case: ClusterCase, way: str, latency: float) -> float:
+def predicted(case: ClusterCase, settings: str, latency: float) -> float:
     """Return the seconds of a candidate by today's cost model."""
-    return best(costed(case, way, latency)).seconds
+    return best(costed(case, settings, latency)).seconds
 
 
 def timed_kernel(rate: float) -> Kernel:

@@ -28,11 +28,11 @@ from burst_mcore.attention.replay import (
     NOTHING_KEPT,
     CallId,
     Recompute,
-    SavedTail,
+    SavedSuffix,
     entered,
-    forward_of_head,
+    forward_of_prefix,
     recompute_of,
-    tail_of,
+    save,
 )
 from burst_mcore.attention.request import Request, Tensors
 from burst_mcore.attention.resolve import call_of
@@ -73,7 +73,7 @@ class Results(NamedTuple):
     """[H]; empty unless requested."""
     saved: Saved
     record: CallRecord
-    tail: SavedTail | None = None
+    suffix: SavedSuffix | None = None
     """The results of a suffix, which a checkpoint keeps."""
 
 
@@ -95,7 +95,7 @@ class BurstAttention(torch.autograd.Function):
         ctx.save_for_backward(*results.saved)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(results.max_logit)
-        return results.out, results.lse, results.max_logit, results.tail
+        return results.out, results.lse, results.max_logit, results.suffix
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
@@ -133,10 +133,10 @@ def attend(tensors: Tensors, request: Request, topology: Topology) -> tuple[Tens
     agreement = agreement_of(topology)
     with refusing(agreement):
         recompute = recompute_of(call_id)
-    out, lse, max_logit, tail = _applied(request, topology, needs_gradient, recompute, *tensors)
+    out, lse, max_logit, suffix = _applied(request, topology, needs_gradient, recompute, *tensors)
     with refusing(agreement):
         for recording in entered.recordings:
-            recording.record(call_id, recompute.tail or tail)
+            recording.record(call_id, recompute.suffix or suffix)
     return out, lse, max_logit
 
 
@@ -167,17 +167,17 @@ def run_forward(
         for pass_ in passes_of(call, needs_gradient):
             transport.connect(pass_)
         transport = transport.labelled(agreed.label) if agreement else transport
-        attended = _ring_forward(call, transport, tensors, recompute.tail, tokens)
+        attended = _ring_forward(call, transport, tensors, recompute.suffix, tokens)
         results = _results(call, tensors, attended, CallRecord(agreed.number, lengths))
-        if entered.in_checkpoint and recompute.tail is None:
-            results = results._replace(tail=_tail(request, call, attended, results, recompute))
+        if entered.in_checkpoint and recompute.suffix is None:
+            results = results._replace(suffix=_suffix(request, call, attended, results, recompute))
     if agreement is not None and not needs_gradient and not entered.in_checkpoint:
         agreement.settle()  # the error checks that a backward would settle
     return results
 
 
 def _ring_forward(
-    call: Call, transport: Transport, tensors: Tensors, tail: SavedTail | None, tokens: int
+    call: Call, transport: Transport, tensors: Tensors, suffix: SavedSuffix | None, tokens: int
 ) -> Attended:
     """Run a forward, of all queries or of the prefix before a saved suffix."""
     q, k, v, sinks, up = tensors
@@ -186,9 +186,9 @@ def _ring_forward(
         k, v = expansion.expand(k, v)
     q, k, v = [_with_rows(x, call.rows) for x in (q, k, v)]
     inputs = Inputs(q, _keys(call, k, v, expansion), sinks)
-    if tail is None or not tail.tensors:
+    if suffix is None or not suffix.tensors:
         return forward(call, transport, inputs)
-    return forward_of_head(call, transport, inputs, tail, tokens)
+    return forward_of_prefix(call, transport, inputs, suffix, tokens)
 
 
 def _keys(call: Call, k: Tensor, v: Tensor, expansion: Expansion | None) -> Keys:
@@ -214,18 +214,18 @@ def _results(call: Call, tensors: Tensors, attended: Attended, record: CallRecor
     return Results(out, lse, max_logit, saved, record)
 
 
-def _tail(
+def _suffix(
     request: Request, call: Call, attended: Attended, results: Results, recompute: Recompute
-) -> SavedTail:
+) -> SavedSuffix:
     """Return the results that a checkpoint keeps: none, copies of a suffix, or all without copies."""
     if recompute.keep == 0:
-        return SavedTail(0, [], copied=True)
+        return SavedSuffix(0, [], copied=True)
     if recompute.keep == 1 and not recompute.at_most:
         tensors = [results.out, results.saved.ring_lse]
         tensors += [results.lse] if call.route.heads > 1 and call.lse_at_home else []
         tensors += [results.max_logit] if call.scores.max_logit else []
-        return SavedTail(0, [x.detach() for x in tensors], copied=False)
-    return tail_of(request, call, recompute, attended, results.record.lengths[call.rank])
+        return SavedSuffix(0, [x.detach() for x in tensors], copied=False)
+    return save(request, call, recompute, attended, results.record.lengths[call.rank])
 
 
 def run_backward(

@@ -61,7 +61,7 @@ class CallId(NamedTuple):
 
 
 @dataclass
-class SavedTail:
+class SavedSuffix:
     """The results of a call for a suffix of the sequence, saved in forward."""
 
     cut: int
@@ -82,13 +82,13 @@ class Recompute:
     """The share of the sequence with saved results: see `cut_for`."""
     at_most: bool = False
     """Whether `keep` is an upper limit; the minimum over the ranks counts."""
-    tail: SavedTail | None = None
+    suffix: SavedSuffix | None = None
     """In a recomputation, the results that the forward saved."""
 
     @cached_property
     def signature(self) -> dict[str, str]:
         """The properties that the ranks must have in common."""
-        cut = self.tail.cut if self.tail is not None and self.tail.tensors else None
+        cut = self.suffix.cut if self.suffix is not None and self.suffix.tensors else None
         return {
             "keeps": "what fits" if self.at_most else repr(self.keep),
             "recomputes": "all" if cut is None else f"before {cut}",
@@ -108,7 +108,7 @@ class SavedCalls(Protocol):
     def share(self, call_id: CallId) -> tuple[float, bool]:
         """Return the share of the sequence to save of this call, and whether it is an upper limit."""
 
-    def record(self, call_id: CallId, tail: SavedTail) -> None:
+    def record(self, call_id: CallId, suffix: SavedSuffix) -> None:
         """Save the suffix results of a call."""
 
 
@@ -117,7 +117,7 @@ class Replay(Protocol):
 
     keeps: bool
 
-    def replay(self, call_id: CallId) -> SavedTail | None:
+    def replay(self, call_id: CallId) -> SavedSuffix | None:
         """Return the suffix results that the forward saved of this call; None from the second time on.
 
         Raises:
@@ -150,7 +150,7 @@ def compare(call_id: CallId) -> None:
     for replay in entered.replays:
         replay.replay(call_id)
     for recording in entered.recordings:
-        recording.record(call_id, SavedTail(0, [], copied=True))
+        recording.record(call_id, SavedSuffix(0, [], copied=True))
 
 
 def recompute_of(call_id: CallId) -> Recompute:
@@ -159,10 +159,10 @@ def recompute_of(call_id: CallId) -> Recompute:
     Raises:
         RecomputeError: this is a recomputation, and the forward did not make this call.
     """
-    tails = [replay.replay(call_id) for replay in entered.replays]
-    tail = next((tail for tail in tails if tail is not None), None)
-    if tail is not None:
-        return Recompute(tail=tail)
+    suffixes = [replay.replay(call_id) for replay in entered.replays]
+    suffix = next((suffix for suffix in suffixes if suffix is not None), None)
+    if suffix is not None:
+        return Recompute(suffix=suffix)
     keep, at_most = max([(0.0, False), *(recording.share(call_id) for recording in entered.recordings)])
     return Recompute(keep, at_most)
 
@@ -194,8 +194,8 @@ def _as(name: str, value: object) -> Iterator[None]:
         entered.in_checkpoint = in_checkpoint
 
 
-def forward_of_head(
-    call: Call, transport: Transport, inputs: Inputs, saved: SavedTail, tokens: int
+def forward_of_prefix(
+    call: Call, transport: Transport, inputs: Inputs, saved: SavedSuffix, tokens: int
 ) -> Attended:
     """Run `forward` for the prefix of queries before a saved suffix, and insert the saved results.
 
@@ -207,20 +207,20 @@ def forward_of_head(
         ValueError: the saved shapes do not fit the cut.
     """
     cut = saved.cut
-    rows = _own_tail(call, cut, tokens)
-    ring_rows = _tail_on_ring(call, cut, rows)
+    rows = _own_suffix(call, cut, tokens)
+    ring_rows = _suffix_on_ring(call, cut, rows)
     out, lse, *home = saved.tensors
     max_logit = home.pop().clone() if call.scores.max_logit else None
     if (out.shape[1], lse.shape[2]) != (count(rows), count(ring_rows)):
         raise ValueError(
             f"out and lse of {count(rows)} and {count(ring_rows)} rows are after the cut at {cut} of "
-            f"{call.plan.n}, but the saved tail has {out.shape[1]} and {lse.shape[2]}"
+            f"{call.plan.n}, but the saved suffix has {out.shape[1]} and {lse.shape[2]}"
         )
     if cut == 0 and call.route.heads == 1:
         lse = lse.clone()
         keys = inputs.keys
         return Attended(out.clone(), lse, inputs.q, keys.k, keys.v, lse, max_logit)
-    attended = forward(call.variant(cut, lambda: {"plan": call.plan.head(cut)}), transport, inputs)
+    attended = forward(call.variant(cut, lambda: {"plan": call.plan.prefix(cut)}), transport, inputs)
     _fill(attended.out, rows, out)
     _fill(attended.ring_lse, ring_rows, lse)
     for values in home:
@@ -229,7 +229,7 @@ def forward_of_head(
     return attended._replace(max_logit=max_logit)
 
 
-def tail_of(request: Request, call: Call, recompute: Recompute, attended: Attended, tokens: int) -> SavedTail:
+def save(request: Request, call: Call, recompute: Recompute, attended: Attended, tokens: int) -> SavedSuffix:
     """Return copies of the results of a suffix, about the share `Recompute.keep` of the sequence.
 
     These are out and lse on the ring of this rank's rows. Then follow lse at home (`Call.lse_at_home`, under
@@ -239,24 +239,23 @@ def tail_of(request: Request, call: Call, recompute: Recompute, attended: Attend
     """
     layout, mask, size = request.layout, request.mask, request.ranks.size
     cut = cut_for(recompute.keep, layout, mask, call.plan.n, size, at_most=recompute.at_most).position
-    rows = _own_tail(call, cut, tokens)
-    tail = [gather(attended.out, rows), gather(attended.ring_lse, _tail_on_ring(call, cut, rows))]
+    rows = _own_suffix(call, cut, tokens)
+    suffix = [gather(attended.out, rows), gather(attended.ring_lse, _suffix_on_ring(call, cut, rows))]
     if call.route.heads > 1 and attended.lse is not None:
-        tail.append(gather(attended.lse, rows))
+        suffix.append(gather(attended.lse, rows))
     if attended.max_logit is not None:
-        tail.append(attended.max_logit)
-    copies = [x.clone(memory_format=torch.contiguous_format) for x in tail]
-    return SavedTail(cut, copies, copied=True)
+        suffix.append(attended.max_logit)
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in suffix]
+    return SavedSuffix(cut, copies, copied=True)
 
 
-def _own_tail(call: Call, cut: int, tokens: int) -> Rows:
-    """Return this rank's rows in the suffix from the cut on."""
+def _own_suffix(call: Call, cut: int, tokens: int) -> Rows:
     runs = call.plan.runs(call.ring_rank, call.member)
     prefix = sum(len(range(run.start, min(run.stop, cut), run.step)) for run in runs)
     return (range(min(tokens, prefix), tokens),)
 
 
-def _tail_on_ring(call: Call, cut: int, own: Rows) -> Rows:
+def _suffix_on_ring(call: Call, cut: int, own: Rows) -> Rows:
     """Return the suffix rows on the ring, padding included: of this rank, or of its head group."""
     rows = call.plan.rows_from(call.ring_rank, cut) if call.route.heads > 1 else own
     return rows or (range(0),)

@@ -9,36 +9,36 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.replay import RecomputeError, SavedTail
+from burst_mcore.attention.replay import RecomputeError, SavedSuffix
 
 
 class OnDevice:
     """Saved results on their device."""
 
-    def __init__(self, tail: SavedTail) -> None:
-        self._tail = tail
-        self._versions = _versions(tail.tensors)
+    def __init__(self, suffix: SavedSuffix) -> None:
+        self._suffix = suffix
+        self._versions = _versions(suffix.tensors)
 
-    def take(self) -> SavedTail:
+    def take(self) -> SavedSuffix:
         """Return the saved tensors.
 
         Raises:
             RecomputeError: a tensor was modified in place.
         """
-        if _versions(self._tail.tensors) != self._versions:
+        if _versions(self._suffix.tensors) != self._versions:
             raise RecomputeError(
                 "the output of burst_attention was modified in place, but a recompute policy keeps it for "
                 "backward: do not write to it"
             )
-        return self._tail
+        return self._suffix
 
 
 class OffloadedResults:
     """A call's results in pinned host memory, prefetched when backward takes the next call's results."""
 
-    def __init__(self, tail: SavedTail, before: weakref.ref[OffloadedResults] | None) -> None:
-        self._cut, self._before = tail.cut, before
-        self._there = [(_sent(x if tail.copied else x.clone()), x.device) for x in tail.tensors]
+    def __init__(self, suffix: SavedSuffix, before: weakref.ref[OffloadedResults] | None) -> None:
+        self._cut, self._before = suffix.cut, before
+        self._there = [(_sent(x if suffix.copied else x.clone()), x.device) for x in suffix.tensors]
         self._here: list[Tensor] | None = None
 
     def fetch(self) -> None:
@@ -46,7 +46,7 @@ class OffloadedResults:
         if self._here is None:
             self._here = [_fetched(x, device) for x, device in self._there]
 
-    def take(self) -> SavedTail:
+    def take(self) -> SavedSuffix:
         """Return the results on their device."""
         self.fetch()
         assert self._here is not None
@@ -55,12 +55,12 @@ class OffloadedResults:
         before = None if self._before is None else self._before()
         if before is not None:
             before.fetch()
-        return SavedTail(self._cut, self._here, copied=True)
+        return SavedSuffix(self._cut, self._here, copied=True)
 
 
-def may_move(tail: SavedTail) -> bool:
+def may_move(suffix: SavedSuffix) -> bool:
     """Return whether saved results may be offloaded: only CUDA tensors."""
-    return any(x.is_cuda for x in tail.tensors)
+    return any(x.is_cuda for x in suffix.tensors)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from burst_mcore.attention.geometry.cuts import check_keep
-from burst_mcore.attention.replay import SavedTail
+from burst_mcore.attention.replay import SavedSuffix
 from burst_mcore.checkpointing.offload import OffloadedResults, may_move
 from burst_mcore.checkpointing.scope import Held, Policy
 from burst_mcore.words import brief
@@ -82,9 +82,9 @@ class Segment(Policy):
         assert self.memory_gb is not None
         return self._live.share(self.memory_gb * 1e9, size), True
 
-    def watch(self, held: Held, tail: SavedTail) -> None:
+    def watch(self, held: Held, suffix: SavedSuffix) -> None:
         if isinstance(self.keep, str):
-            self._live.count(held, sum(x.numel() * x.element_size() for x in tail.tensors))
+            self._live.count(held, sum(x.numel() * x.element_size() for x in suffix.tensors))
 
 
 class _Live:
@@ -143,12 +143,12 @@ class Offload(Policy):
     def share(self, size: int) -> tuple[float, bool]:
         return self.policy.share(size)
 
-    def hold(self, tail: SavedTail) -> Held:
-        if not may_move(tail):
-            return self.policy.hold(tail)
-        moved = OffloadedResults(tail, self._chain.last)
+    def hold(self, suffix: SavedSuffix) -> Held:
+        if not may_move(suffix):
+            return self.policy.hold(suffix)
+        moved = OffloadedResults(suffix, self._chain.last)
         self._chain.last = weakref.ref(moved)
-        self.policy.watch(moved, tail)
+        self.policy.watch(moved, suffix)
         return moved
 
 

@@ -19,7 +19,7 @@ from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.replay import (
     CallId,
     RecomputeError,
-    SavedTail,
+    SavedSuffix,
     recording,
     replaying,
 )
@@ -29,7 +29,7 @@ from burst_mcore.checkpointing.offload import OnDevice
 class Held(Protocol):
     """Saved results of a suffix, on the device or on the host."""
 
-    def take(self) -> SavedTail:
+    def take(self) -> SavedSuffix:
         """Return the results; called once."""
 
 
@@ -46,13 +46,13 @@ class Policy(ABC):
     def share(self, size: int) -> tuple[float, bool]:
         """Return (share of a call to save, whether it is an upper limit); size: bytes of its O and LSE."""
 
-    def hold(self, tail: SavedTail) -> Held:
+    def hold(self, suffix: SavedSuffix) -> Held:
         """Save the results of a call until the recomputation takes them."""
-        results = OnDevice(tail)
-        self.watch(results, tail)
+        results = OnDevice(suffix)
+        self.watch(results, suffix)
         return results
 
-    def watch(self, held: Held, tail: SavedTail) -> None:  # noqa: B027  # few policies count
+    def watch(self, held: Held, suffix: SavedSuffix) -> None:  # noqa: B027  # few policies count
         """Count saved results for as long as `held` lives."""
 
     def contexts(
@@ -127,9 +127,9 @@ class _Forward:
     def share(self, call_id: CallId) -> tuple[float, bool]:
         return self._record.policy.share(call_id.bytes)
 
-    def record(self, call_id: CallId, tail: SavedTail) -> None:
+    def record(self, call_id: CallId, suffix: SavedSuffix) -> None:
         self._record.call_ids.append(call_id)
-        self._record.held.append(self._record.policy.hold(tail) if self.keeps else None)
+        self._record.held.append(self._record.policy.hold(suffix) if self.keeps else None)
 
 
 class _Recomputation:
@@ -138,7 +138,7 @@ class _Recomputation:
         self.keeps = not record.policy.keeps_nothing
         self.calls = 0
 
-    def replay(self, call_id: CallId) -> SavedTail | None:
+    def replay(self, call_id: CallId) -> SavedSuffix | None:
         number, record = self.calls, self._record
         self.calls += 1
         if number >= len(record.call_ids):

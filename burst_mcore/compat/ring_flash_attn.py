@@ -111,9 +111,9 @@ def _attend(
             f"cu_seqlens to {query.shape[2] * size}; they went to {ends[-1:] or 'nothing'}"
         )
     if dropout:
-        raise ValueError(f"attention dropout {dropout} is not served: set attention_dropout to 0")
+        raise ValueError(f"attention dropout {dropout} is not supported: set attention_dropout to 0")
     if others.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(f"{type(module).__name__} asks for attention that is not causal: not served")
+        raise ValueError(f"{type(module).__name__} asks for attention that is not causal: not supported")
     mask = Mask.causal()
     if sliding_window is not None and sliding_window < ends[-1]:
         mask = Mask.window(sliding_window - 1, 0)

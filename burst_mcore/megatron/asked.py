@@ -76,9 +76,9 @@ def check_arguments(arguments: Any) -> None:
     judge(of_layer(arguments, mla_latent(arguments)) | of_scripts(s))
     rates_of(arguments)
     burst, size = burst_config(arguments), arguments.context_parallel_size
-    route_flags = given_flags(arguments, *WAYS)
+    route_flags = given_flags(arguments, *ROUTING)
     for kind in layers_comm_types(arguments):
-        burst_of_kind = configured(burst, arguments, kind, ways=route_flags)
+        burst_of_kind = configured(burst, arguments, kind, routing=route_flags)
         try:
             with_kernel(burst_of_kind, arguments, Ranks(size, size), Mask.causal())
         except ValueError as error:
@@ -175,7 +175,7 @@ def dtype_of_calls(config: Any) -> torch.dtype:
     return torch.float16 if s.fp16 else s.params_dtype or torch.float32
 
 
-WAYS = ("ring", "head_parallel", "head_placement")
+ROUTING = ("ring", "head_parallel", "head_placement")
 """The fields of BurstConfig that choose the route, like --cp-comm-type."""
 
 
@@ -184,16 +184,16 @@ def configured(
     config: Any,
     cp_comm_type: str | None,
     size: int | None = None,
-    ways: Sequence[str] | None = None,
+    routing: Sequence[str] | None = None,
 ) -> BurstConfig:
     """Return `burst` with the determinism of `config`, and the --cp-comm-type of a layer.
 
     p2p leaves the route to `burst`; a2a is Ulysses over all ranks, a2a+p2p Ulysses over the inner of two
     hierarchical groups, all_gather the direct exchange. size: of the group, by default the configuration's.
-    ways: the flags of `WAYS` on the command line, by default those of the fields that `burst` sets.
+    routing: the flags of `ROUTING` on the command line, by default those of the fields that `burst` sets.
 
     Raises:
-        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or a type beside `ways`.
+        ValueError: another cp_comm_type, a2a+p2p without hierarchical sizes, or a type beside `routing`.
     """
     s = Settings(config)
     if s.deterministic_mode:
@@ -204,12 +204,12 @@ def configured(
         raise ValueError(f"unknown --cp-comm-type {cp_comm_type}; legal: p2p, a2a, a2a+p2p, all_gather")
     if word == "p2p" or size == 1:
         return burst
-    if ways is None:
-        ways = [flag_of(name) for name in WAYS if getattr(burst, name) != SETTINGS[name].default]
-    if ways:
+    if routing is None:
+        routing = [flag_of(name) for name in ROUTING if getattr(burst, name) != SETTINGS[name].default]
+    if routing:
         raise ValueError(
-            f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {ways[0]}: give one of "
-            "them"
+            f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {routing[0]}: give one "
+            "of them"
         )
     if word == "a2a":
         return replace(burst, head_parallel=size)
@@ -243,7 +243,7 @@ def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
         if reason is None:
             return replace(burst, kernel=name)
         refusals.append(f"{name}: {reason}")
-    raise ValueError(f"{flags}: no kernel serves it ({'; '.join(refusals)})")
+    raise ValueError(f"{flags}: no kernel supports it ({'; '.join(refusals)})")
 
 
 def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:

@@ -207,7 +207,7 @@ def _refusing_stock_attention_alone(get_model: Callable[..., Any], *args: Any, *
         if not reached and not vision:
             raise ValueError(
                 "--context-parallel-attention-backend burst was asked for, but this model has "
-                f"{type(stock[0]).__name__} alone: the flag serves GPTModel and HybridModel; for others "
+                f"{type(stock[0]).__name__} alone: the flag supports GPTModel and HybridModel; for others "
                 "put burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
             )
     return models

@@ -187,13 +187,14 @@ def _delta(
     original: Function, rows: Rows, *qkv: Tensor, g: Tensor, beta: Tensor, **given: Any
 ) -> tuple[Tensor, None]:
     """fla's chunk_gated_delta_rule and chunk_kda."""
-    options = _served(original, given, kernels.LAST, "use_qk_l2norm_in_kernel", "chunk_size")
+    options = _options(original, given, kernels.LAST, "use_qk_l2norm_in_kernel", "chunk_size")
     return _recurrence(kernels.delta_rule(original, **options), rows, (*qkv, g, beta)), None
 
 
 def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **given: Any) -> Tensor:
     x, dt, A, B, C = tensors
-    options = _served(original, given, kernels.LASTS, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit")
+    names = "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"
+    options = _options(original, given, kernels.LASTS, *names)
     return _recurrence(kernels.mamba2(original, A, **options), rows, (x, dt, B, C))
 
 
@@ -202,7 +203,7 @@ def _mamba1(
 ) -> Tensor:
     u, dt, A, B, C = tensors
     names = "D", "delta_bias", "delta_softplus", "use_associative_scan"
-    options = _served(original, given, ("return_last_state",), *names)
+    options = _options(original, given, ("return_last_state",), *names)
     out = _recurrence(kernels.mamba1(original, A, **options), rows, (u, dt, B, C))
     return out if z is None else out * silu(z)
 
@@ -280,7 +281,7 @@ def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, kern
         yield shards, tuple(x if len(rows) == 1 else x[row : row + 1] for x in tensors)
 
 
-def _served(kernel: Function, given: dict[str, Any], cache: Sequence[str], *options: str) -> dict[str, Any]:
+def _options(kernel: Function, given: dict[str, Any], cache: Sequence[str], *options: str) -> dict[str, Any]:
     """Return a mixer's options for a kernel. Raises ValueError for a cache, and for unsupported options.
 
     Keywords that the kernel does not take are the model's: transformers passes them through.
@@ -288,7 +289,7 @@ def _served(kernel: Function, given: dict[str, Any], cache: Sequence[str], *opti
     settings = {key for key, value in given.items() if value is not None and value is not False}
     if settings & {*cache}:
         raise ValueError(
-            "a cache in a forward over shards or packed documents is not served: each rank would keep the "
+            "a cache in a forward over shards or packed documents is not supported: each rank would keep the "
             "state of its shard alone. Set use_cache=False"
         )
     name, parameters = kernels.signature_of(kernel)

@@ -42,7 +42,7 @@ class Columns:
         losses = cross_entropy(flat, labels, ignore_index=IGNORED, reduction="none")
         return (losses * self.weights.reshape(-1)).sum().div(options["num_items_in_batch"])
 
-    def why_not_served(self, model: nn.Module, *beside: tuple[str, object]) -> str | None:
+    def why_unsupported(self, model: nn.Module, *beside: tuple[str, object]) -> str | None:
         """Return why a forward does not support a tree. beside: (name, whether present) of obstacles."""
         if self.tree is None:
             return None

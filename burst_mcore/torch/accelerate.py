@@ -185,7 +185,7 @@ def _whole_inputs(own: Any, self: Any, model: Any, inputs: Any) -> Any:
 def _without_smoothing(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.compute_loss: FSDP2 renames a model, and the Trainer's smoother then shifts no labels."""
     if self.label_smoother is not None and sharing(self, "cp_size") > 1:
-        raise RefusedError("loss", "label_smoothing_factor is not served: the loss is the model's own")
+        raise RefusedError("loss", "label_smoothing_factor is not supported: the loss is the model's own")
     return own(self, *args, **kwargs)
 
 

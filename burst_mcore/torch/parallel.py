@@ -26,7 +26,7 @@ from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
 from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
-from burst_mcore.transformers.models.served import is_of_transformers
+from burst_mcore.transformers.models.supported import is_of_transformers
 from burst_mcore.transformers.prepare import SEQUENCE, TOWERS, fingerprint, prepare_model
 from burst_mcore.wrap import while_set
 
@@ -72,7 +72,7 @@ def parallelize(
             rank make the features of all images.
 
     Raises:
-        RefusedError: on all ranks, what cannot be served, by its name.
+        RefusedError: on all ranks, what cannot be supported, by its name.
     """
     group, settings, policy = on_all_ranks(
         lambda: _read(model, mesh, config, loss, checkpointing, reduction, towers)

@@ -19,7 +19,8 @@ from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
-from burst_mcore.transformers.models.served import (
+from burst_mcore.transformers.models.strategies import ShardedBatch, WholeBatch
+from burst_mcore.transformers.models.supported import (
     called_for,
     checked_loss,
     makes_loss,
@@ -28,7 +29,6 @@ from burst_mcore.transformers.models.served import (
     types_of,
     use_burst,
 )
-from burst_mcore.transformers.models.strategies import ShardedBatch, WholeBatch
 from burst_mcore.transformers.models.towers import attach_towers
 from burst_mcore.transformers.models.trl import has_fused_head
 from burst_mcore.transformers.models.vision import attach_text
@@ -64,7 +64,7 @@ def prepare_model(
         towers: "shared" if ranks make features of some images each, "whole" if each does of all.
 
     Raises:
-        RefusedError: the model cannot be served; or the ranks have different ones.
+        RefusedError: the model cannot be supported; or the ranks have different ones.
     """
     size = 1 if group is None else group.size()
     loss, inner = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))

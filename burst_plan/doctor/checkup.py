@@ -15,7 +15,7 @@ import torch
 from burst_mcore.attention.candidates import Ranks
 from burst_mcore.deepspeed.config.section import config_dict
 from burst_mcore.rates import Rates, default_rates
-from burst_mcore.transformers.models.served import use_burst
+from burst_mcore.transformers.models.supported import use_burst
 from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_megatron
 from burst_plan.doctor.review import predicted, review
 from burst_plan.doctor.section import examine, quiet
@@ -108,13 +108,13 @@ def _of_json(config: Path, model: str, asked: Asked) -> Iterator[str]:
     try:
         if family is not None:
             raise NotPredictedError(family)
-        way, attention = of_deepspeed(settings, world, sizes, length)
+        plan, attention = of_deepspeed(settings, world, sizes, length)
         place, unknown = _place(world, asked)
         micro = settings.get("train_micro_batch_size_per_gpu", 1)
         batch = micro if isinstance(micro, int) else 1  # the Trainer sets "auto"
         if batch > 1:
             unknown = "steps are predicted with a train_micro_batch_size_per_gpu of 1"
-        lines = [*review(predicted(sizes, way, attention, length, place, mask, batch), attention, unknown)]
+        lines = [*review(predicted(sizes, plan, attention, length, place, mask, batch), attention, unknown)]
     except NotPredictedError as error:
         size_of = "" if family else f" for {sizes.parameters / 1e9:.3g} billion parameters"
         lines = [f"memory of a rank, and its step: not predicted{size_of}: {error}"]
@@ -136,8 +136,8 @@ def _of_model(model: str, asked: Asked) -> Iterator[str]:
         if not configured:
             yield from recommendation(search(sizes, length, 1, place, mask=sizes.mask(length)))
             return
-        way, attention = of_megatron(model, world, degrees)
-        yield from review(predicted(sizes, way, attention, length, place), attention)
+        plan, attention = of_megatron(model, world, degrees)
+        yield from review(predicted(sizes, plan, attention, length, place), attention)
     except NotPredictedError as error:
         raise ValueError(f"no step is predicted: {error}") from None
 

@@ -16,7 +16,7 @@ from burst_mcore.deepspeed.config.settings import part, zero
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy, uses_burst
 from burst_plan.step.memory import shard_of
 from burst_plan.step.model import ArgumentParser, Model
-from burst_plan.step.way import Way
+from burst_plan.step.plan import Plan
 
 MEGATRONS_OWN = BurstConfig(ring="flat", backward="kv")
 """Megatron's own attention over context-parallel ranks, p2p: one ring in which keys and values rotate."""
@@ -28,7 +28,7 @@ class NotPredictedError(ValueError):
 
 def of_deepspeed(
     path: Path | Mapping[str, Any], world: int, model: Model, seq: int
-) -> tuple[Way, BurstConfig]:
+) -> tuple[Plan, BurstConfig]:
     """Return the plan over `world` ranks of DeepSpeed's JSON, and the settings of attention.
 
     Raises:
@@ -45,7 +45,7 @@ def of_deepspeed(
     if devices.get("param", "none") != "none" or devices.get("optimizer", "none") not in ("none", "cpu"):
         raise NotPredictedError("of ZeRO's offloads only that of the optimizer to the cpu is predicted")
     steps = config.get("gradient_accumulation_steps", 1)
-    way = Way(
+    plan = Plan(
         framework="deepspeed",
         cp=cp,
         dp=world // cp,
@@ -57,7 +57,7 @@ def of_deepspeed(
         keep=_kept(section.checkpointing, model, seq, cp),
         offload_activations=section.checkpointing.offload,
     )
-    return way, section.attention
+    return plan, section.attention
 
 
 def _kept(asked: Checkpointing, model: Model, seq: int, cp: int) -> float:
@@ -67,11 +67,11 @@ def _kept(asked: Checkpointing, model: Model, seq: int, cp: int) -> float:
     if isinstance(asked.keep, float):
         return asked.keep
     assert asked.memory_gb is not None
-    layer = shard_of(model, Way(framework="deepspeed", cp=cp), seq).result_bytes
+    layer = shard_of(model, Plan(framework="deepspeed", cp=cp), seq).result_bytes
     return min(1.0, asked.memory_gb * 1e9 / (max(1, model.attending) * layer))
 
 
-def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way, BurstConfig]:
+def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Plan, BurstConfig]:
     """Return the plan over `world` ranks of Megatron's arguments, and the settings of attention.
 
     degrees: "tp", "cp", "pp", "ep" and "batch", if given.
@@ -102,7 +102,7 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
     if isinstance(share, str):
         raise NotPredictedError("--burst-recompute-keep auto is not predicted: give a share")
     words = {type(None): "none", Full: "full", KeepAttention: "attention", Segment: "segment"}
-    way = Way(
+    plan = Plan(
         tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, micro=micro,
         chunks=a.num_virtual_stages_per_pipeline_rank or 1,
         zero=int(a.use_distributed_optimizer),
@@ -112,7 +112,7 @@ def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Way,
         offload_optimizer=a.optimizer_cpu_offload,
         fused_loss=a.burst_fused_loss,
     )  # fmt: skip
-    return way, burst_config(a) if uses_burst(a) else MEGATRONS_OWN
+    return plan, burst_config(a) if uses_burst(a) else MEGATRONS_OWN
 
 
 def _parsed(text: str) -> argparse.Namespace:

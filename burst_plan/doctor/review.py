@@ -14,8 +14,8 @@ from burst_plan.step.attention import attention
 from burst_plan.step.figures import Cluster, PredictedStep, short
 from burst_plan.step.memory import shard_of, total
 from burst_plan.step.model import Model
+from burst_plan.step.plan import Plan, why_not
 from burst_plan.step.search import lengths, search, waits
-from burst_plan.step.way import Way, why_not
 
 
 def review(step: PredictedStep, config: BurstConfig, unknown: str | None = None) -> Iterator[str]:
@@ -28,11 +28,11 @@ def review(step: PredictedStep, config: BurstConfig, unknown: str | None = None)
         yield f"step: not predicted: {unknown}"
         return
     yield (
-        f"step (predicted): {step.way}: {short(step.seconds)} s, "
+        f"step (predicted): {step.plan}: {short(step.seconds)} s, "
         f"{short(step.tokens_per_second, 4)} tokens/s/GPU, MFU {step.mfu:.0%}; {waits(step)}"
     )
     yield f"speed: {step.errors}"
-    megatrons = step.way.framework == "megatron" and config == MEGATRONS_OWN
+    megatrons = step.plan.framework == "megatron" and config == MEGATRONS_OWN
     yield f"attention: {step.attention}" + " (taken for Megatron's own, p2p)" * megatrons
     yield memory(step) + ("" if step.fits else f"; {_longest(step)}")
     yield from (f"note: {note}" for note in of_windows(step))
@@ -54,32 +54,32 @@ def memory(step: PredictedStep) -> str:
 
 def _longest(step: PredictedStep) -> str:
     """Return a note on the longest sequence that fits under the same plan."""
-    for seq, _ in lengths(step.model, step.place, [step.way]).values():
+    for seq, _ in lengths(step.model, step.place, [step.plan]).values():
         return f"{seq} tokens would"
     return "nor would a shorter sequence"
 
 
 def _better(step: PredictedStep) -> Iterator[str]:
     """Yield the settings of a plan that is faster or fits, if there is one."""
-    way, place = step.way, step.place
+    plan, place = step.plan, step.place
     answer = search(
-        step.model, step.seq, way.dp * way.micro, place, mask=step.mask, frameworks=(way.framework,)
+        step.model, step.seq, plan.dp * plan.micro, place, mask=step.mask, frameworks=(plan.framework,)
     )
     best = answer.chosen
     if best is None:
-        yield f"instead: no way of {way.framework} over {place.ranks.size} ranks fits {step.seq} tokens"
+        yield f"instead: no plan of {plan.framework} over {place.ranks.size} ranks fits {step.seq} tokens"
     elif step.fits and step.seconds <= AS_FAST * best.seconds:
-        others = f"no way of {way.framework} over {place.ranks.size} ranks"
+        others = f"no plan of {plan.framework} over {place.ranks.size} ranks"
         yield f"faster: {others} is more than {AS_FAST - 1:.0%} faster"
     else:
         gain = f"takes {1 - best.seconds / step.seconds:.0%} less time" if step.fits else "fits"
-        yield f"{'faster' if step.fits else 'instead'}: {best.way} {gain}, {short(best.seconds)} s; write"
+        yield f"{'faster' if step.fits else 'instead'}: {best.plan} {gain}, {short(best.seconds)} s; write"
         yield advice(best)
         yield from (f"note: {note}" for note in notes(best) if note not in of_windows(step))
 
 
 def predicted(
-    model: Model, way: Way, config: BurstConfig, seq: int, place: Cluster,
+    model: Model, plan: Plan, config: BurstConfig, seq: int, place: Cluster,
     mask: str = "causal", batch: int = 1,
 ) -> PredictedStep:  # fmt: skip
     """Return the step of a configured plan.
@@ -91,12 +91,12 @@ def predicted(
     Raises:
         NotPredictedError: the planner does not support such a plan.
     """
-    reason = why_not(way, model, seq, place.ranks)
+    reason = why_not(plan, model, seq, place.ranks)
     if reason is not None:
         raise NotPredictedError(reason)
     try:
-        shard = replace(shard_of(model, way, seq), batch=batch, grad_dtype=config.grad_dtype)
-        runs = attention(shard, seq, way.ring(place.ranks), place.rates, mask, config)
+        shard = replace(shard_of(model, plan, seq), batch=batch, grad_dtype=config.grad_dtype)
+        runs = attention(shard, seq, plan.ring(place.ranks), place.rates, mask, config)
     except ValueError as error:
         raise NotPredictedError(str(error)) from None
-    return PredictedStep(model, way, batch * seq, place, runs, mask)
+    return PredictedStep(model, plan, batch * seq, place, runs, mask)

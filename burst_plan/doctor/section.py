@@ -92,7 +92,7 @@ def examine(
         yield f"kernel on this {kind}, {of_device}: {choose(section.attention.kernel, problem).name}"
     elif section.attention.kernel == "auto":
         order = ", ".join(preferred(machine.capability, dtype))
-        yield f"kernel on {machine.name}, {of_device}: the first installed that serves, of {order}"
+        yield f"kernel on {machine.name}, {of_device}: the first installed that supports the call, of {order}"
     else:
         kernel_words = f"{section.attention.kernel}, as the section asks (not checked here)"
         yield f"kernel on {machine.name}, {of_device}: {kernel_words}"
@@ -102,11 +102,11 @@ def examine(
     )  # fmt: skip
     if size > 1 and model.attending:
         question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
-        ways = tried(section.attention, question)
+        candidates = tried(section.attention, question)
         chosen = taken(section.attention, question)
         steps = config.get("gradient_accumulation_steps", 1)
         times = model.attending * (steps if isinstance(steps, int) else 1)  # the Trainer sets "auto"
-        yield f"way: {chosen.route}, backward {chosen.direction}: {reason(chosen, ways)}"
+        yield f"route: {chosen.route}, backward {chosen.direction}: {reason(chosen, candidates)}"
         yield (
             f"bytes of attention a step and rank, {model.attending} layers: "
             f"{chosen.intra_bytes * times / 1e9:.3g} GB within nodes, "

@@ -122,8 +122,8 @@ def explain(
         for word, c in chosen.items()
     )
     regret = chosen["auto"].seconds / min(each.seconds for each in options) - 1
-    ways = {_way(each): each for each in (*options, *chosen.values())}.values()  # those that run
-    ordered = sorted(ways, key=lambda each: (each.seconds, _way(each) != _way(chosen["auto"])))
+    runs = {_key(each): each for each in (*options, *chosen.values())}.values()  # those that run
+    ordered = sorted(runs, key=lambda each: (each.seconds, _key(each) != _key(chosen["auto"])))
     shown = table([_row(c, chosen) for c in ordered], LESS, floatfmt=".4g")
     route, direction = chosen["auto"].route, chosen["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
@@ -132,16 +132,16 @@ def explain(
     kind = "documents count as {} tokens on average, for any batch of this kind\n"
     return (
         f"{shown}\n\n{''.join(notes)}"
-        f'regret: the rule\'s way by "auto" takes {max(0.0, regret):.1%} longer than the fastest simulated\n'
+        f'regret: the rule\'s choice by "auto" takes {max(0.0, regret):.1%} longer than the simulated best\n'
         f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
         f"{'' if ends is None else kind.format(int(ends[-1]) // (len(ends) - 1))}"
-        f'marked *: the way of a call by default, +: by all "auto", !: of settings alone; times are of the\n'
-        f"slowest rank, MB what a rank sends on average; exposed: time in which its kernel does not run;\n"
+        f'marked *: the choice of a call by default, +: by all "auto", !: of settings alone; times are\n'
+        "of the slowest rank, MB what a rank sends on average; exposed: time in which no kernel runs there;\n"
         f"(predicted, not measured: {in_words(rates)})"
     )
 
 
-def _way(candidate: Candidate) -> tuple[object, ...]:
+def _key(candidate: Candidate) -> tuple[object, ...]:
     """Return the key of a candidate, equal for both ring directions."""
     return candidate.ring, candidate.direction, replace(candidate.route, mirrored=False)
 
@@ -162,7 +162,7 @@ LESS = (
 def _row(candidate: Candidate, chosen: Mapping[str, Candidate]) -> dict[str, Any]:
     route, marks = candidate.route, {"default": "*", "auto": "+", "by name": "!"}
     return {
-        "": "".join(marks[word] for word, each in chosen.items() if _way(each) == _way(candidate)),
+        "": "".join(marks[word] for word, each in chosen.items() if _key(each) == _key(candidate)),
         "head_parallel": f"{route.heads}{' outer' * route.outer}",
         "backward": candidate.direction,
         "ring": f"{candidate.ring}{', mirrored' * route.mirrored}",
@@ -210,7 +210,7 @@ def draw(
     question = question_of(problem, ranks, rates, sharded)
     backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as in trace_pass
     config, shard = replace(config, backward=backward), question.shard
-    ways = candidates(question.typical, settings_of(config, question))
+    tried = candidates(question.typical, settings_of(config, question))
     chosen = taken(config, question.typical)
     route = chosen.route
     plan = plan_of(sharded, problem.seen, problem.seq, route.placement)
@@ -222,7 +222,7 @@ def draw(
     volumes, dense = (_sent(each, sizes, ranks.intra) for each in (drawn, schedule(route, pass_)))
     timeline = play(drawn, sizes, seconds, ranks.intra, rates)
     both = {link: (volumes[link], dense[link]) for link in volumes}
-    return Drawing(drawn, timeline, plan, reason(chosen, ways), both)
+    return Drawing(drawn, timeline, plan, reason(chosen, tried), both)
 
 
 def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> str:

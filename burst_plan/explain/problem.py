@@ -44,7 +44,7 @@ class LayerProblem:
         if self.heads > MOST_HEADS:
             raise ValueError(f"heads must be at most {MOST_HEADS}, got {self.heads}")
         if (wide := max(self.head_dim, self.of_values)) > HEAD_DIMS[-1]:
-            raise ValueError(f"kernels serve heads of at most {HEAD_DIMS[-1]}, got one of {wide}")
+            raise ValueError(f"kernels support heads of at most {HEAD_DIMS[-1]}, got one of {wide}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.latent and self.kv_heads != self.heads:

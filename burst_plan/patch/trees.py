@@ -56,7 +56,7 @@ class SourceTree:
         self.version = f"megatron-core {'.'.join(map(str, version))}{_branch(root)}"
         if not version >= OLDEST or version[:2] > NEWEST:
             oldest, newest = ".".join(map(str, OLDEST)), ".".join(map(str, NEWEST))
-            raise UnknownTreeError(f"{root} has {self.version}: the patches serve {oldest} to {newest}")
+            raise UnknownTreeError(f"{root} has {self.version}: the patches support {oldest} to {newest}")
 
     def check(self, name: str) -> str:
         """Return a sentence on the tree's version, and whether it has a patch.

@@ -44,7 +44,7 @@ class Costs:
         self.played: dict[tuple[Route, Pass], PlayedPass] = {}
         """Results by route and pass."""
 
-    def ways(self, route: Route) -> tuple[Route, ...]:
+    def mirrors(self, route: Route) -> tuple[Route, ...]:
         """Return a route in both ring directions, if the two differ."""
         both = route.has_mirror and not self.plan.everything
         return (route, replace(route, mirrored=True)) if both else (route,)
@@ -64,7 +64,7 @@ class Costs:
     def least(self, route: Route, direction: Pass) -> float:
         """Return a candidate's seconds in its better ring direction: a lower bound until it is simulated."""
         passes = (Pass.FORWARD, direction)
-        return min(sum(self.seconds(way, pass_) for pass_ in passes) for way in self.ways(route))
+        return min(sum(self.seconds(way, pass_) for pass_ in passes) for way in self.mirrors(route))
 
     def seconds(self, route: Route, pass_: Pass) -> float:
         """Return the seconds of a pass: the larger of the device's and the host's.
@@ -91,7 +91,7 @@ class Costs:
             directions = [each for each in directions if self.least(route, each) <= limit]
             now = [each for each in passes if each in (Pass.FORWARD, *directions)]
             others = {Pass.FORWARD, *directions}.difference(now) or now
-            rest = min(self.seconds(way, each) for way in self.ways(route) for each in others)
+            rest = min(self.seconds(way, each) for way in self.mirrors(route) for each in others)
             if directions:
                 self.simulate(route, now, limit - rest)
         return [each for each in directions if self.least(route, each) < math.inf]
@@ -99,7 +99,7 @@ class Costs:
     def simulate(self, route: Route, passes: Sequence[Pass], limit: float) -> None:
         """Simulate passes of a route, in both ring directions."""
         requests: dict[tuple[Route, Pass], RoutedPass] = {}
-        for way, pass_ in itertools.product(self.ways(route), passes):
+        for way, pass_ in itertools.product(self.mirrors(route), passes):
             # Not hidden: messages take the multiprocessors that compute.
             played = way if self.rates.hidden else replace(way, overlap=False)
             sizes = message_bytes(self.shard, route, pass_)

@@ -29,15 +29,15 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
     kernel_share = f"{bound:.0%} of its {chosen.seconds:.3g} s is kernel time"
     others = [c for c in costed if c is not chosen]
     if not others:
-        return f"no other way was simulated; {kernel_share}"
+        return f"no other candidate was simulated; {kernel_share}"
     rival = min(others, key=lambda c: c.seconds)
     ratio = rival.seconds / chosen.seconds
     if ratio * AS_FAST < 1:
         return f"the rule is {1 / ratio - 1:.0%} behind {rival}, which settings reach; {kernel_share}"
     if ratio > AS_FAST:
-        return f"fastest of the ways tried: the next, {rival}, takes {ratio - 1:.0%} longer; {kernel_share}"
+        return f"fastest of the candidates: the next, {rival}, takes {ratio - 1:.0%} longer; {kernel_share}"
     if ratio >= 1:
-        behind = f"fastest of the ways tried, with {rival} {ratio - 1:.2%} behind"
+        behind = f"fastest of the candidates, with {rival} {ratio - 1:.2%} behind"
         return f"{behind}; {_preferred(chosen, rival)}; {kernel_share}"
     return (
         f"as fast as {rival} ({1 / ratio - 1:.2%} slower, which the model cannot tell); "

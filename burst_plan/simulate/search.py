@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 from burst_mcore.attention.candidates import RINGS, Family, Question, Settings, routes, settings_of
 from burst_mcore.attention.choose import AS_FAST, Candidate, best, decide
-from burst_mcore.attention.choose import candidates as counted_ways
+from burst_mcore.attention.choose import candidates as counted_candidates
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.config import BurstConfig
@@ -66,7 +66,7 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
             ]
             limit = math.inf if every else AS_FAST * fastest_yet
             costed += (
-                best([costs.candidate(words[route], way, side) for way in costs.ways(route)])
+                best([costs.candidate(words[route], each, side) for each in costs.mirrors(route)])
                 for side in costs.play(route, sides, limit)
             )
     return tuple(costed)
@@ -74,7 +74,7 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
 
 def _near(question: Question, settings: Settings) -> dict[Route, list[Pass]]:
     """Return the candidates that the rule counts within `NEAR` of its best: a route's directions."""
-    options = counted_ways(question, settings)
+    options = counted_candidates(question, settings)
     limit = NEAR * min(each.seconds for each in options)
     near = defaultdict[Route, list[Pass]](list)
     for each in options:
@@ -129,15 +129,15 @@ def taken(config: BurstConfig, question: Question, known: Sequence[Candidate] = 
         if (each.route, each.direction) == (route, direction):
             return each
     settings = settings_of(config, question)
-    word = next(word for way, word in routes(question, settings).items() if _same(way, route))
+    word = next(word for each, word in routes(question, settings).items() if _same(each, route))
     costs = Costs(question, route.placement)
     costs.simulate(replace(route, mirrored=False), [Pass.FORWARD, direction], math.inf)
     return costs.candidate(word, route, direction)
 
 
-def _same(way: Route, other: Route) -> bool:
+def _same(each: Route, other: Route) -> bool:
     """Return whether two routes are the same up to the ring's direction."""
-    return replace(way, mirrored=other.mirrored) == other
+    return replace(each, mirrored=other.mirrored) == other
 
 
 def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, *, quick: bool) -> bool:

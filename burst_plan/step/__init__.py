@@ -1,7 +1,7 @@
 """A whole training step, predicted: its time by part, its memory by kind, and the best plan to run a model.
 
 model      sizes of a model (a folder): presets, a config.json, arguments of Megatron
-way        a plan of a step: parallel degrees, ZeRO, recompute, offload, loss
+plan        a plan of a step: parallel degrees, ZeRO, recompute, offload, loss
 recurrence kernel calls, bytes and seconds of recurrences and convolutions over ranks
 parts      bytes of the parts of a layer, in the order of forward
 memory     bytes of a rank, as a stack

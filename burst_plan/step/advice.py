@@ -7,44 +7,44 @@ from typing import Any
 
 from burst_mcore.mask.terms import Documents, Window
 from burst_plan.step.figures import PredictedStep
-from burst_plan.step.way import NOT_EXPRESSIBLE
+from burst_plan.step.plan import NOT_EXPRESSIBLE
 from burst_plan.words import mask_of
 
 
 def advice(step: PredictedStep) -> str:
     """Return Megatron's flags or DeepSpeed's JSON for a plan, ready to paste."""
-    if step.way.framework == "megatron":
+    if step.plan.framework == "megatron":
         return " \\\n  ".join(megatron_flags(step))
     return json.dumps(deepspeed_config(step), indent=1)
 
 
 def megatron_flags(step: PredictedStep) -> list[str]:
     """Return flags for a training script under the launcher, each with its value."""
-    way, attention, seq = step.way, step.attention, sharded(step)
+    plan, attention, seq = step.plan, step.attention, sharded(step)
     flags = [
-        f"--tensor-model-parallel-size {way.tp}",
-        f"--pipeline-model-parallel-size {way.pp}",
-        f"--context-parallel-size {way.cp}",
+        f"--tensor-model-parallel-size {plan.tp}",
+        f"--pipeline-model-parallel-size {plan.pp}",
+        f"--context-parallel-size {plan.cp}",
         f"--seq-length {seq}",
         f"--max-position-embeddings {seq}",
         "--micro-batch-size 1",
-        f"--global-batch-size {way.dp * way.micro}",
+        f"--global-batch-size {plan.dp * plan.micro}",
         "--bf16",
         "--use-distributed-optimizer",
         "--attention-dropout 0",
     ]
-    flags += ["--sequence-parallel"] * (way.tp > 1)
-    if way.ep > 1:
-        flags += [f"--expert-model-parallel-size {way.ep}", "--moe-token-dispatcher-type alltoall"]
+    flags += ["--sequence-parallel"] * (plan.tp > 1)
+    if plan.ep > 1:
+        flags += [f"--expert-model-parallel-size {plan.ep}", "--moe-token-dispatcher-type alltoall"]
     window, documents, _ = _mask(step)
     flags += [f"--window-size {window},0"] * (window is not None)
     flags += ["--dataloader-inter-document-masking"] * documents
-    if way.chunks > 1:
-        layers = step.model.layers // way.pp // way.chunks
+    if plan.chunks > 1:
+        layers = step.model.layers // plan.pp // plan.chunks
         flags.append(f"--num-layers-per-virtual-pipeline-stage {layers}")
-    if way.offload_optimizer:
+    if plan.offload_optimizer:
         flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
-    if way.cp > 1 or way.recompute in ("attention", "segment") or step.mask != "causal":
+    if plan.cp > 1 or plan.recompute in ("attention", "segment") or step.mask != "causal":
         flags += [
             "--context-parallel-attention-backend burst",
             f"--burst-layout {attention.layout}",
@@ -53,54 +53,54 @@ def megatron_flags(step: PredictedStep) -> list[str]:
             f"--burst-head-parallel {attention.head_parallel}",
             f"--burst-head-placement {attention.head_placement}",
         ]
-    if way.recompute == "full":
+    if plan.recompute == "full":
         flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    if way.recompute in ("attention", "segment"):
-        flags.append(f"--burst-recompute {way.recompute}")
-    if way.recompute == "segment":
-        flags.append(f"--burst-recompute-keep {way.keep:g}")
-    flags += ["--burst-recompute-offload"] * way.offload_activations
-    return flags + ["--burst-fused-loss"] * way.fused_loss
+    if plan.recompute in ("attention", "segment"):
+        flags.append(f"--burst-recompute {plan.recompute}")
+    if plan.recompute == "segment":
+        flags.append(f"--burst-recompute-keep {plan.keep:g}")
+    flags += ["--burst-recompute-offload"] * plan.offload_activations
+    return flags + ["--burst-fused-loss"] * plan.fused_loss
 
 
 def deepspeed_config(step: PredictedStep) -> dict[str, Any]:
     """Return DeepSpeed's configuration, with the section of this package."""
-    way, attention = step.way, step.attention
+    plan, attention = step.plan, step.attention
     section: dict[str, Any] = {
         "layout": attention.layout,
         "ring": attention.ring,
         "backward": attention.direction,
         "head_parallel": attention.head_parallel,
         "head_placement": attention.head_placement,
-        "fused_loss": way.fused_loss,
-        "checkpointing": {"policy": way.recompute},
+        "fused_loss": plan.fused_loss,
+        "checkpointing": {"policy": plan.recompute},
     }
-    if way.recompute == "segment":
-        section["checkpointing"]["keep"] = way.keep
-    if way.offload_activations:
+    if plan.recompute == "segment":
+        section["checkpointing"]["keep"] = plan.keep
+    if plan.offload_activations:
         section["checkpointing"]["offload"] = True
-    zero: dict[str, Any] = {"stage": way.zero}
-    if way.offload_optimizer:
+    zero: dict[str, Any] = {"stage": plan.zero}
+    if plan.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": way.micro,
+        "gradient_accumulation_steps": plan.micro,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        "sequence_parallel_size": way.cp,
+        "sequence_parallel_size": plan.cp,
         "burst_attention": section,
     }
 
 
 def sharded(step: PredictedStep) -> int:
     """Return a sequence's tokens, rounded up so that CP and TP ranks share it evenly, as Megatron needs."""
-    shares = 2 * step.way.cp * step.way.tp if step.way.cp * step.way.tp > 1 else 1
+    shares = 2 * step.plan.cp * step.plan.tp if step.plan.cp * step.plan.tp > 1 else 1
     return -(-step.seq // shares) * shares
 
 
 def notes(step: PredictedStep) -> list[str]:
     """Return the needs of a plan beyond the pasted settings, a sentence each."""
-    megatron = step.way.framework == "megatron"
+    megatron = step.plan.framework == "megatron"
     window, documents, expressible = _mask(step)
     lines = []
     if megatron and sharded(step) != step.seq:

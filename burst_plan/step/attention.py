@@ -126,8 +126,8 @@ def beside_rule(runs: AttentionTime, shard: Shard, seq: int, ranks: Ranks, rates
     taken_way = taken(replace(OPEN, layout=runs.layout), question)
     route, behind = taken_way.route, taken_way.seconds / (runs.forward + runs.backward) - 1
     placement = "outer" if route.outer else "inner"
-    way = to_paste(taken_way.ring, route.heads, placement, taken_way.direction.value)
-    words = f'rule of a call with all "auto": {way}, '
+    plan = to_paste(taken_way.ring, route.heads, placement, taken_way.direction.value)
+    words = f'rule of a call with all "auto": {plan}, '
     if behind <= AS_FAST - 1:
         return f"{words}as fast (simulated)"
     settings = to_paste(runs.ring, runs.head_parallel, runs.head_placement, runs.direction)

@@ -14,8 +14,8 @@ from burst_plan.machines import Machine
 from burst_plan.step.attention import LAYOUTS, UNSCATTERED, AttentionTime, again, attention, keys
 from burst_plan.step.memory import RESERVED, shard_of, stack, total
 from burst_plan.step.model import Model
+from burst_plan.step.plan import Plan
 from burst_plan.step.time import Times, times
-from burst_plan.step.way import Way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +79,20 @@ class Errors(NamedTuple):
         )
 
 
-def kind_of(way: Way, model: Model) -> str:
+def kind_of(plan: Plan, model: Model) -> str:
     """Return the kind of a plan, one of `KINDS`: by experts first, then by parallelism."""
     if model.experts:
         return "experts"
-    if way.tp > 1 or way.pp > 1:
+    if plan.tp > 1 or plan.pp > 1:
         return "TP or PP"
-    if way.cp > 1:
+    if plan.cp > 1:
         return "long context"
-    return "dense FSDP" if way.dp > 1 else "one GPU"
+    return "dense FSDP" if plan.dp > 1 else "one GPU"
 
 
-def errors_of(way: Way, model: Model) -> Errors:
+def errors_of(plan: Plan, model: Model) -> Errors:
     """Return the errors of predicted speeds of the same kind, from the committed table."""
-    kind = kind_of(way, model)
+    kind = kind_of(plan, model)
     return _table().get(kind, Errors(kind))
 
 
@@ -107,7 +107,7 @@ class PredictedStep:
     """A predicted training step."""
 
     model: Model
-    way: Way
+    plan: Plan
     seq: int
     place: Cluster
     attention: AttentionTime
@@ -119,14 +119,14 @@ class PredictedStep:
         """Bytes of a rank, by kind."""
         runs = self.attention
         how = runs.direction, runs.nodes, runs.head_parallel, runs.layout
-        return stack(self.model, self.way, self.seq, *how)
+        return stack(self.model, self.plan, self.seq, *how)
 
     @cached_property
     def times(self) -> Times:
-        way, place = self.way, self.place
-        share = 0.0 if way.recompute == "none" else again(self.mask, self.seq, way.kept)
+        plan, place = self.plan, self.place
+        share = 0.0 if plan.recompute == "none" else again(self.mask, self.seq, plan.kept)
         return times(
-            self.model, way, self.seq, place.ranks, place.rates, place.peak, self.attention, again=share
+            self.model, plan, self.seq, place.ranks, place.rates, place.peak, self.attention, again=share
         )
 
     @property
@@ -136,7 +136,7 @@ class PredictedStep:
     @property
     def tokens_per_second(self) -> float:
         """Tokens a second and GPU."""
-        return self.seq * self.way.dp * self.way.micro / self.seconds / self.way.gpus
+        return self.seq * self.plan.dp * self.plan.micro / self.seconds / self.plan.gpus
 
     @property
     def mfu(self) -> float:
@@ -146,7 +146,7 @@ class PredictedStep:
     @property
     def errors(self) -> Errors:
         """The errors of predicted speeds of this kind."""
-        return errors_of(self.way, self.model)
+        return errors_of(self.plan, self.model)
 
     @property
     def fits(self) -> bool:
@@ -166,8 +166,8 @@ class PredictedStep:
     def as_json(self) -> dict[str, Any]:
         """Return all that is predicted, in seconds and bytes."""
         return {
-            "way": asdict(self.way),
-            "words": str(self.way),
+            "plan": asdict(self.plan),
+            "words": str(self.plan),
             "attention": asdict(self.attention) | {"exposed": self.attention.exposed},
             "memory": self.memory,
             "memory_total": total(self.memory),
@@ -187,13 +187,13 @@ def short(number: float, digits: int = 3) -> str:
     return f"{number:.{digits}g}" if abs(number) < 10**digits - 0.5 else f"{number:.0f}"
 
 
-def step(model: Model, way: Way, seq: int, place: Cluster, mask: str = "causal") -> PredictedStep:
+def step(model: Model, plan: Plan, seq: int, place: Cluster, mask: str = "causal") -> PredictedStep:
     """Return the prediction of a step whose attention runs the fastest schedule.
 
     Raises:
         ValueError: as `attention`.
     """
-    ranks, layouts = way.ring(place.ranks), UNSCATTERED if model.mixer.layers else LAYOUTS
+    ranks, layouts = plan.ring(place.ranks), UNSCATTERED if model.mixer.layers else LAYOUTS
     layouts = layouts if model.attending else UNSCATTERED[1:]  # has the shorter scan; balance is not needed
-    runs = attention(shard_of(model, way, seq), seq, ranks, place.rates, mask, layouts=layouts)
-    return PredictedStep(model, way, seq, place, runs, mask)
+    runs = attention(shard_of(model, plan, seq), seq, ranks, place.rates, mask, layouts=layouts)
+    return PredictedStep(model, plan, seq, place, runs, mask)

@@ -11,7 +11,7 @@ from burst_mcore.loss.chunked import CHUNK_BYTES
 from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
 from burst_plan.step.model import Model
 from burst_plan.step.parts import MODULES, LossChunks, ends, kept, layers, on_gpu
-from burst_plan.step.way import Way
+from burst_plan.step.plan import Plan
 
 ADAM = 12
 """Bytes of a parameter: a float32 copy and Adam's two moments (arXiv 1910.02054, section 3)."""
@@ -25,13 +25,13 @@ RESERVED = 2e9
 """Bytes of a GPU that CUDA, NCCL and the allocator's gaps take in addition to tensors: an assumption."""
 
 
-def shard_of(model: Model, way: Way, seq: int) -> Shard:
+def shard_of(model: Model, plan: Plan, seq: int) -> Shard:
     """Return the shapes of attention on one rank."""
     return Shard(
         batch=1,
-        tokens=-(-seq // way.cp),
-        heads=model.heads // way.tp,
-        kv_heads=max(1, model.kv_heads // way.tp),
+        tokens=-(-seq // plan.cp),
+        heads=model.heads // plan.tp,
+        kv_heads=max(1, model.kv_heads // plan.tp),
         head_dim=model.head_dim,
         value_dim=model.value_dim,
         dtype=torch.bfloat16,
@@ -39,7 +39,7 @@ def shard_of(model: Model, way: Way, seq: int) -> Shard:
 
 
 def stack(
-    model: Model, way: Way, seq: int, direction: str = "query", nodes: int = 1, heads: int = 1,
+    model: Model, plan: Plan, seq: int, direction: str = "query", nodes: int = 1, heads: int = 1,
     layout: str = "zigzag",
 ) -> dict[str, float]:  # fmt: skip
     """Return bytes of a rank by kind at the worst moment.
@@ -49,13 +49,13 @@ def stack(
         nodes: nodes of the ring; with several, two rings are active at once.
         heads: ranks that share heads.
     """
-    every = moments(model, way, seq, direction, nodes, heads, layout)
+    every = moments(model, plan, seq, direction, nodes, heads, layout)
     return _merged(max((stacks for _, stacks in every), key=lambda stacks: sum(map(total, stacks))))
 
 
 def moments(
-    model: Model, way: Way, seq: int, direction: str, nodes: int = 1, heads: int = 1, layout: str = "zigzag",
-    chunks: LossChunks = ON_GPU,
+    model: Model, plan: Plan, seq: int, direction: str, nodes: int = 1, heads: int = 1,
+    layout: str = "zigzag", chunks: LossChunks = ON_GPU,
 ) -> Iterator[tuple[str, Sequence[dict[str, float]]]]:  # fmt: skip
     """Yield each moment, forward first, then the worst of each backward, and its bytes: stacks that add up.
 
@@ -63,32 +63,31 @@ def moments(
     ring's buffers stay: in a pool on a CPU, and on a GPU in the caching allocator, which seldom gives large
     blocks to tensors of other sizes. The latter is an assumption, chosen to match the paper's figures.
     """
-    shard = shard_of(model, way, seq)
-    kinds, last = layers(model, way, shard, layout), ends(model, way, shard, chunks)
-    buffers = {"ring buffers": ring_bytes(shard, way, direction, nodes) * (model.attending > 0)}
-    if alone := heads == way.cp > 1:  # gradients of Q, K and V before and after an exchange of heads
-        buffers = {"exchanged heads": 2.0 * (shard.q_bytes + shard.kv_bytes) * on_gpu(shard, way)}
-    base = {**states(model, way), **_inputs(model, way, shard), **buffers}
-    waiting = 0.0 if way.recomputes else in_flight(model, way)
+    shard = shard_of(model, plan, seq)
+    kinds, last = layers(model, plan, shard, layout), ends(model, plan, shard, chunks)
+    buffers = {"ring buffers": ring_bytes(shard, plan, direction, nodes) * (model.attending > 0)}
+    if alone := heads == plan.cp > 1:  # gradients of Q, K and V before and after an exchange of heads
+        buffers = {"exchanged heads": 2.0 * (shard.q_bytes + shard.kv_bytes) * on_gpu(shard, plan)}
+    base = {**states(model, plan), **_inputs(model, plan, shard), **buffers}
+    waiting = 0.0 if plan.recomputes else in_flight(model, plan)
     others = [_times(waiting * share, kept(parts)) for share, parts in kinds]
     yield "forward", (base, *others, kept(last))
     for place, part in enumerate(last):
-        whole = 4.0 * model.head / way.tp * (way.zero >= 3)  # the head and its gradient, for the loss
+        whole = 4.0 * model.head / plan.tp * (plan.zero >= 3)  # the head and its gradient, for the loss
         work = {f"backward of {part.name}": part.backward, "gathered weights": whole}
         yield f"backward of {part.name}", (base, *others, kept(last[: place + 1]), work)
     others = [_times(max(0.0, waiting - 1) * share, kept(parts)) for share, parts in kinds]
-    work = _work(model, way, shard)
+    work = _work(model, plan, shard)
     for kind, (_, parts) in enumerate(kinds):
         for place, part in enumerate(parts):
             now = {f"backward of {part.name}": part.backward, **work}
-            if part.name == "attention" and way.cp > 1 and not alone:
-                results = shard.backward_bytes(way.cp, nodes, of_queries=direction == "query")
-                now["results of a tile"] = on_gpu(shard, way) * max(0.0, results - buffers["ring buffers"])
+            if part.name == "attention" and plan.cp > 1 and not alone:
+                results = shard.backward_bytes(plan.cp, nodes, of_queries=direction == "query")
+                now["results of a tile"] = on_gpu(shard, plan) * max(0.0, results - buffers["ring buffers"])
             yield f"{kind}.{place}: backward of {part.name}", (base, *others, kept(parts[: place + 1]), now)
 
 
 def _times(number: float, stack: dict[str, float]) -> dict[str, float]:
-    """Return a stack times a number."""
     return {name: number * size for name, size in stack.items()}
 
 
@@ -99,16 +98,16 @@ def _merged(stacks: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _work(model: Model, way: Way, shard: Shard) -> dict[str, float]:
+def _work(model: Model, plan: Plan, shard: Shard) -> dict[str, float]:
     """Return the bytes that backward of each part of a layer needs in addition to saved tensors."""
     hidden = shard.tokens * model.hidden
-    modules = MODULES[way.modules]
+    modules = MODULES[plan.modules]
     return {
-        "gradient of the layer": 2.0 * hidden / way.tp,
-        "output of the layer": modules.output * hidden / way.tp * way.recomputes,
-        "gathered sequence": modules.gathered * hidden * (way.tp > 1),
-        "gathered weights": _gathered(model, way),
-        "gradient of the tied head": _tied(model, way),
+        "gradient of the layer": 2.0 * hidden / plan.tp,
+        "output of the layer": modules.output * hidden / plan.tp * plan.recomputes,
+        "gathered sequence": modules.gathered * hidden * (plan.tp > 1),
+        "gathered weights": _gathered(model, plan),
+        "gradient of the tied head": _tied(model, plan),
     }
 
 
@@ -117,84 +116,85 @@ def total(memory: dict[str, float]) -> float:
     return sum(memory.values())
 
 
-def parameters(model: Model, way: Way) -> tuple[tuple[float, int], tuple[float, int]]:
+def parameters(model: Model, plan: Plan) -> tuple[tuple[float, int], tuple[float, int]]:
     """Return the parameters of a rank in the fullest pipeline stage, before ZeRO shards them.
 
     Each number comes with the ranks over which ZeRO shards it: routed experts are the second.
     """
-    heads = model.head * (1 if model.tied or way.pp > 1 else 2)
+    heads = model.head * (1 if model.tied or plan.pp > 1 else 2)
     layers = model.parameters - model.head * (1 if model.tied else 2) - model.expert_parameters
-    experts = model.expert_parameters / way.pp / way.tp / way.ep
-    return ((layers / way.pp + heads) / way.tp, way.sharded), (experts, way.sharded_experts)
+    experts = model.expert_parameters / plan.pp / plan.tp / plan.ep
+    return ((layers / plan.pp + heads) / plan.tp, plan.sharded), (experts, plan.sharded_experts)
 
 
-def states(model: Model, way: Way) -> dict[str, float]:
+def states(model: Model, plan: Plan) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer. Megatron sums gradients in float32.
 
     DeepSpeed's gradients go to the host where its optimizer is (arXiv 2101.06840, section 4.1).
     """
-    numbers = parameters(model, way)
+    numbers = parameters(model, plan)
     whole, sharded = sum(n for n, _ in numbers), sum(n / ranks for n, ranks in numbers)
-    gradient = 4 if way.framework == "megatron" else 2
-    if way.offload_optimizer and way.zero >= 2 and way.framework.endswith("deepspeed"):
+    gradient = 4 if plan.framework == "megatron" else 2
+    if plan.offload_optimizer and plan.zero >= 2 and plan.framework.endswith("deepspeed"):
         gradient = 0
     return {
-        "weights": 2 * (sharded if way.zero >= 3 else whole),
-        "gradients": gradient * (sharded if way.zero >= 2 else whole),
-        "optimizer": 0.0 if way.offload_optimizer else ADAM * (sharded if way.zero >= 1 else whole),
+        "weights": 2 * (sharded if plan.zero >= 3 else whole),
+        "gradients": gradient * (sharded if plan.zero >= 2 else whole),
+        "optimizer": 0.0 if plan.offload_optimizer else ADAM * (sharded if plan.zero >= 1 else whole),
     }
 
 
-def in_flight(model: Model, way: Way) -> float:
+def in_flight(model: Model, plan: Plan) -> float:
     """Return the number of layers of a stage whose backward is pending, over its micro-batches in flight."""
-    flight = min(way.micro, way.pp) * (1 + (way.pp - 1) / (way.pp * way.chunks) * (way.chunks > 1))
-    return flight * model.layers / way.pp
+    flight = min(plan.micro, plan.pp) * (1 + (plan.pp - 1) / (plan.pp * plan.chunks) * (plan.chunks > 1))
+    return flight * model.layers / plan.pp
 
 
-def _inputs(model: Model, way: Way, shard: Shard) -> dict[str, float]:
+def _inputs(model: Model, plan: Plan, shard: Shard) -> dict[str, float]:
     """Return the bytes that recomputed layers save: their inputs, and kept attention."""
-    if not way.recomputes:
+    if not plan.recomputes:
         return {}
-    layers = in_flight(model, way)
+    layers = in_flight(model, plan)
     on_device = min(layers, 2)  # of layers offloaded to the host: one in use, one in transfer
-    inputs, output = (on_device if host else layers for host in (way.offload_inputs, way.offload_activations))
+    inputs = on_device if plan.offload_inputs else layers
+    output = on_device if plan.offload_activations else layers
     return {
-        "inputs of layers": inputs * 2.0 * shard.tokens / way.tp * model.hidden,
-        "kept attention": output * shard.result_bytes * way.kept * model.attending / model.layers,
+        "inputs of layers": inputs * 2.0 * shard.tokens / plan.tp * model.hidden,
+        "kept attention": output * shard.result_bytes * plan.kept * model.attending / model.layers,
     }
 
 
-def ring_bytes(shard: Shard, way: Way, direction: str, nodes: int) -> float:
+def ring_bytes(shard: Shard, plan: Plan, direction: str, nodes: int) -> float:
     """Return the bytes of rotating blocks and of local sums, in attention's backward.
 
     A ring of two ranks has one step, so one block; a longer ring receives a block while it reads another.
     """
-    if way.cp == 1:
+    if plan.cp == 1:
         return 0.0
     data, gradient = shard.block_bytes(of_queries=direction == "query")
     stays = shard.block_bytes(of_queries=direction != "query")[1]
-    steps = min(2, way.cp - 1)
+    steps = min(2, plan.cp - 1)
     return float(steps * ((2 if nodes > 1 else 1) * data + gradient) + stays)
 
 
-def _gathered(model: Model, way: Way) -> float:
+def _gathered(model: Model, plan: Plan) -> float:
     """Return the bytes that ZeRO-3 gathers at once: weights of this layer and the next, and one gradient.
 
     The head and its gradient are counted as well: backward of the last layer begins before they are freed.
     """
-    if way.zero < 3:
+    if plan.zero < 3:
         return 0.0
-    layer = (model.parameters - model.head * (1 if model.tied else 2)) / model.layers / way.tp
-    return 3 * 2 * layer + 4 * model.head / way.tp
+    layer = (model.parameters - model.head * (1 if model.tied else 2)) / model.layers / plan.tp
+    return 3 * 2 * layer + 4 * model.head / plan.tp
 
 
-def _tied(model: Model, way: Way) -> float:
+def _tied(model: Model, plan: Plan) -> float:
     """Return the bytes of the head's gradient, which is held until the embedding's if weights are tied.
 
     Fused kernels add it to Megatron's own buffer at once.
     """
-    waits = way.framework.endswith("deepspeed") or (way.modules == "megatron, local" and not way.fused_loss)
-    return 2.0 * model.head / way.tp if model.tied and way.pp == 1 and waits else 0.0
+    waits = plan.framework.endswith("deepspeed") or (plan.local and not plan.fused_loss)
+    return 2.0 * model.head / plan.tp if model.tied and plan.pp == 1 and waits else 0.0
 
 
 def longest(fits: Callable[[int], bool], unit: int, most: int = 2**31) -> int:

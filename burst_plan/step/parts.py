@@ -15,8 +15,8 @@ from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.loss.chunked import automatic_chunk
 from burst_mcore.loss.products import Products
 from burst_plan.step.model import Model
+from burst_plan.step.plan import Plan
 from burst_plan.step.recurrence import work
-from burst_plan.step.way import Way
 
 
 class Bytes(NamedTuple):
@@ -94,7 +94,7 @@ MODULES = {
     "megatron-deepspeed": MEGATRON,
     "bmtrain": replace(MEGATRON, views=False, output=0),
 }
-"""Modules by `Way.modules`; a suffix "deepspeed" is the engine.
+"""Modules by `Plan.modules`; a suffix "deepspeed" is the engine.
 
 BMTrain's modules are assumed fused, with Megatron's loss. Liger's kernels in transformers are
 assumed to be fused as in TransformerEngine."""
@@ -129,70 +129,70 @@ class LossChunks:
 
 
 def layers(
-    model: Model, way: Way, shard: Shard, layout: str = "zigzag"
+    model: Model, plan: Plan, shard: Shard, layout: str = "zigzag"
 ) -> list[tuple[float, list[LayerPart]]]:
     """Return the kinds of layers: the share of each kind in all layers, and its parts."""
     dense = model.layers - model.sparse_layers - model.without_mlp
-    mlps = [(dense, [_mlp(model, way, shard.tokens * model.ffn / way.tp)]),
-            (model.sparse_layers, _experts(model, way, shard))]  # fmt: skip
+    mlps = [(dense, [_mlp(model, plan, shard.tokens * model.ffn / plan.tp)]),
+            (model.sparse_layers, _experts(model, plan, shard))]  # fmt: skip
     beside = max(0, model.attending + model.mixer.layers - model.layers)
-    attention, recurrence = _attending(model, way, shard), _recurrence(model, way, shard, layout)
+    attention, recurrence = _attending(model, plan, shard), _recurrence(model, plan, shard, layout)
     mixing = [(model.attending - beside, attention), (model.mixer.layers - beside, recurrence),
               (beside, attention + recurrence)]  # fmt: skip
-    norm = _norm("norms", model, way, shard)
+    norm = _norm("norms", model, plan, shard)
     mixing, mlps = ([(n, [norm, *parts]) for n, parts in kinds if n] for kinds in (mixing, mlps))
     if model.without_mlp:
         return [(n / model.layers, parts) for n, parts in (*mixing, *mlps)]
     return [(n * m / model.layers**2, mixer + mlp) for (n, mixer), (m, mlp) in product(mixing, mlps)]
 
 
-def _norm(name: str, model: Model, way: Way, shard: Shard) -> LayerPart:
-    norm, hidden = MODULES[way.modules].norm, shard.tokens * model.hidden / way.tp * (1 + model.sandwich)
+def _norm(name: str, model: Model, plan: Plan, shard: Shard) -> LayerPart:
+    norm, hidden = MODULES[plan.modules].norm, shard.tokens * model.hidden / plan.tp * (1 + model.sandwich)
     return LayerPart(name, norm.kept * hidden, norm.backward * hidden)
 
 
-def _attending(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
+def _attending(model: Model, plan: Plan, shard: Shard) -> list[LayerPart]:
     """Return attention, and the norms of latents or heads before it."""
-    attention = _attention(model, MODULES[way.modules], shard, alone=way.cp == 1)
-    share = on_gpu(shard, way)
+    attention = _attention(model, MODULES[plan.modules], shard, alone=plan.cp == 1)
+    share = on_gpu(shard, plan)
     attention = attention._replace(kept=share * attention.kept, backward=share * attention.backward)
-    if way.recomputes:  # a layer's saved tensors are counted with all layers
-        attention = attention._replace(kept=attention.kept - shard.result_bytes * way.kept)
-    return [*_more_norms(model, way, shard), attention]
+    if plan.recomputes:  # a layer's saved tensors are counted with all layers
+        attention = attention._replace(kept=attention.kept - shard.result_bytes * plan.kept)
+    return [*_more_norms(model, plan, shard), attention]
 
 
-def _recurrence(model: Model, way: Way, shard: Shard, layout: str) -> list[LayerPart]:
+def _recurrence(model: Model, plan: Plan, shard: Shard, layout: str) -> list[LayerPart]:
     """Return a recurrence or a convolution: one call of its kernel, and over ranks also states."""
     if not (mixer := model.mixer).layers:
         return []
-    load = work(mixer, layout, shard.tokens * way.cp, way.cp)
+    load = work(mixer, layout, shard.tokens * plan.cp, plan.cp)
     size = 2.0 * shard.tokens * load.kept + load.states
     return [LayerPart(mixer.kind, size, 2.0 * shard.tokens * (load.kept - mixer.kept + mixer.channels))]
 
 
-def on_gpu(shard: Shard, way: Way) -> float:
+def on_gpu(shard: Shard, plan: Plan) -> float:
     """Return the share of Q, K, V and O that is on the GPU: two chunks, if the others wait on the host."""
-    return min(1.0, 2 * CHUNK / (shard.tokens * way.cp)) if way.chunked else 1.0
+    return min(1.0, 2 * CHUNK / (shard.tokens * plan.cp)) if plan.chunked else 1.0
 
 
-def _mlp(model: Model, way: Way, width: float, name: str = "MLP") -> LayerPart:
+def _mlp(model: Model, plan: Plan, width: float, name: str = "MLP") -> LayerPart:
     """Return an MLP; width: its elements of all tokens between the matrices.
 
     A tile has as many tokens as a token has hidden numbers, as in DeepSpeed's TiledMLP.
     """
-    bytes_each = MODULES[way.modules].gated if model.gated else PLAIN
-    if way.tiled:
+    bytes_each = MODULES[plan.modules].gated if model.gated else PLAIN
+    if plan.tiled:
         return LayerPart(name, 0.0, sum(bytes_each) * min(width, model.hidden * model.width))
     return LayerPart(name, bytes_each.kept * width, bytes_each.backward * width)
 
 
-def _experts(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
+def _experts(model: Model, plan: Plan, shard: Shard) -> list[LayerPart]:
     """Return experts, shared and routed. Routing is taken to be even, and ranks of TP gather whole copies."""
-    tokens = shard.tokens / way.tp
-    shared_part = _mlp(model, way, tokens * model.shared_ffn, "shared experts")
+    tokens = shard.tokens / plan.tp
+    shared_part = _mlp(model, plan, tokens * model.shared_ffn, "shared experts")
     width = tokens * model.active * model.expert_ffn
-    routed = _mlp(model, way, width, "experts")
-    modules, copies = MODULES[way.modules], shard.tokens * model.active * model.hidden
+    routed = _mlp(model, plan, width, "experts")
+    modules, copies = MODULES[plan.modules], shard.tokens * model.active * model.hidden
     router = 4.0 * tokens * model.experts  # its probabilities, in float32
     return [
         LayerPart("routed tokens", modules.copies.kept * copies + router, modules.copies.backward * copies),
@@ -205,11 +205,11 @@ def _experts(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
     ]
 
 
-def _more_norms(model: Model, way: Way, shard: Shard) -> list[LayerPart]:
+def _more_norms(model: Model, plan: Plan, shard: Shard) -> list[LayerPart]:
     """Return the norms of latents (MLA), or of the heads of queries and keys, where a model has them."""
-    norm = MODULES[way.modules].norm
+    norm = MODULES[plan.modules].norm
     if model.kv_rank:
-        numbers = shard.tokens / way.tp * (model.q_rank + model.kv_rank)
+        numbers = shard.tokens / plan.tp * (model.q_rank + model.kv_rank)
         return [LayerPart("latents", norm.kept * numbers, norm.backward * numbers)]
     if model.qk_norm:
         numbers = float(shard.tokens * (shard.heads + shard.kv_heads) * shard.head_dim)
@@ -235,14 +235,14 @@ def _attention(model: Model, modules: Modules, shard: Shard, *, alone: bool) -> 
     )
 
 
-def ends(model: Model, way: Way, shard: Shard, chunks: LossChunks) -> list[LayerPart]:
+def ends(model: Model, plan: Plan, shard: Shard, chunks: LossChunks) -> list[LayerPart]:
     """Return the parts behind the layers: the last norm, and the loss."""
-    modules, norm = MODULES[way.modules], _norm("last norm", model, way, shard)
-    vocab = model.vocab / way.tp
-    if not way.fused_loss:
+    modules, norm = MODULES[plan.modules], _norm("last norm", model, plan, shard)
+    vocab = model.vocab / plan.tp
+    if not plan.fused_loss:
         logits = shard.tokens * vocab
         return [norm, LayerPart("logits", modules.logits.kept * logits, modules.logits.backward * logits)]
-    head = model.head / way.tp
+    head = model.head / plan.tp
     # Gradients are held until backward: of the hidden states in 16 bits, of the head in float32.
     waits = 2.0 * shard.tokens * model.hidden + 4.0 * head
     product = 2.0 * min(vocab, chunks.rows) * model.hidden

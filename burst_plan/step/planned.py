@@ -13,9 +13,9 @@ from burst_plan.step.attention import beside_rule
 from burst_plan.step.figures import Cluster, PredictedStep, short
 from burst_plan.step.memory import shard_of, total
 from burst_plan.step.model import LARGEST, model_of
+from burst_plan.step.plan import FRAMEWORKS
 from burst_plan.step.recurrence import told
 from burst_plan.step.search import Answer, kind, search
-from burst_plan.step.way import FRAMEWORKS
 from burst_plan.tables import table
 from burst_plan.words import mask_of, tokens
 
@@ -84,22 +84,22 @@ def text(answer: Answer, top: int) -> str:
         "",
     ]
     if chosen is not None:
-        marks = {one.way: "+" for one in map(answer.best_of, FRAMEWORKS) if one} | {chosen.way: "*"}
-        shown = [one for number, one in enumerate(answer.ranked) if number < top or one.way in marks]
-        rows = [_row(one, marks.get(one.way, "")) for one in shown]
+        marks = {one.plan: "+" for one in map(answer.best_of, FRAMEWORKS) if one} | {chosen.plan: "*"}
+        shown = [one for number, one in enumerate(answer.ranked) if number < top or one.plan in marks]
+        rows = [_row(one, marks.get(one.plan, "")) for one in shown]
         aligned = dict(zip(rows[0], ALIGNED, strict=True))
         lines.append(table(rows, LESS, aligned, disable_numparse=True))
         lines += [f"and {len(answer.ranked) - len(shown)} others"] * (len(answer.ranked) > len(shown))
-        lines.append("*: recommended; +: the best way of the other framework, with its settings below")
+        lines.append("*: recommended; +: the best plan of the other framework, with its settings below")
         lines += dict.fromkeys(f"speeds: {one.errors}" for one in shown)
     lines += ["", *recommendation(answer)]
     if answer.infeasible:
         reasons = Counter(kind(why) for _, why in answer.infeasible)
         lines += [
-            f"infeasible: {len(answer.infeasible)} ways",
-            *(f"  {n} way{'s' * (n > 1)}: {why}" for why, n in reasons.items()),
+            f"infeasible: {len(answer.infeasible)} plans",
+            *(f"  {n} plan{'s' * (n > 1)}: {why}" for why, n in reasons.items()),
         ]
-    for name in dict.fromkeys(way.framework for way in answer.legal):
+    for name in dict.fromkeys(plan.framework for plan in answer.legal):
         fits = "{} tokens ({})".format(*answer.lengths[name]) if name in answer.lengths else "none fits"
         lines.append(f"longest sequence, {name}: {fits}")
     return "\n".join(lines)
@@ -109,16 +109,16 @@ def recommendation(answer: Answer) -> list[str]:
     """Return the recommended plan of an answer, its reason, and settings to paste for each framework."""
     if answer.chosen is None:
         return [answer.reason]
-    way, runs, place = answer.chosen.way, answer.chosen.attention, answer.place
-    layers = told(answer.model, runs.layout, answer.seq, way.ring(place.ranks), place.rates)
+    plan, runs, place = answer.chosen.plan, answer.chosen.attention, answer.place
+    layers = told(answer.model, runs.layout, answer.seq, plan.ring(place.ranks), place.rates)
     lines = [f"recommended: {answer.reason}", f"attention: {runs}"]
-    if way.cp > 1 and answer.model.attending:
-        shard = shard_of(answer.model, way, answer.seq)
-        where = answer.seq, way.ring(place.ranks), place.rates, answer.mask
+    if plan.cp > 1 and answer.model.attending:
+        shard = shard_of(answer.model, plan, answer.seq)
+        where = answer.seq, plan.ring(place.ranks), place.rates, answer.mask
         lines.append(beside_rule(runs, shard, *where))
     lines += [*layers, "", _stack(answer.chosen), ""]
     for best in filter(None, map(answer.best_of, FRAMEWORKS)):
-        title = f"{best.way}; add {MISSING[best.way.framework]}:"
+        title = f"{best.plan}; add {MISSING[best.plan.framework]}:"
         lines += [title, advice(best), *(f"note: {note}" for note in notes(best)), ""]
     return lines
 
@@ -126,7 +126,7 @@ def recommendation(answer: Answer) -> list[str]:
 def _row(one: PredictedStep, mark: str) -> dict[str, str]:
     return {
         "": mark,
-        "way": str(one.way),
+        "plan": str(one.plan),
         "attention": f"{one.attention.ring} x{one.attention.head_parallel} {one.attention.direction}",
         "s": short(one.seconds, 4),
         "tokens/s/GPU": short(one.tokens_per_second, 4),

@@ -15,7 +15,7 @@ from burst_plan.step.advice import advice, notes
 from burst_plan.step.figures import Cluster, PredictedStep, short, step
 from burst_plan.step.memory import longest, shard_of, stack, total
 from burst_plan.step.model import Model
-from burst_plan.step.way import FRAMEWORKS, Way, why_not
+from burst_plan.step.plan import FRAMEWORKS, Plan, why_not
 from burst_plan.words import mask_of
 
 RECOMPUTES = (("none", 1.0), ("attention", 1.0), ("segment", 0.5), ("full", 0.0))
@@ -31,16 +31,16 @@ class Answer:
     place: Cluster
     ranked: list[PredictedStep]
     """Feasible plans, the fastest first."""
-    infeasible: list[tuple[Way, str]]
+    infeasible: list[tuple[Plan, str]]
     """Infeasible plans, with reasons."""
-    legal: list[Way]
+    legal: list[Plan]
     """Plans that are feasible apart from memory."""
     pinned: Mapping[str, int]
     """Degrees that the user gave."""
     mask: str = "causal"
 
     @cached_property
-    def lengths(self) -> dict[str, tuple[int, Way]]:
+    def lengths(self) -> dict[str, tuple[int, Plan]]:
         """By framework: the longest sequence that fits, and its plan."""
         return lengths(self.model, self.place, self.legal)
 
@@ -51,7 +51,7 @@ class Answer:
 
     def best_of(self, framework: str) -> PredictedStep | None:
         """Return the recommended plan of a framework."""
-        ours = [one for one in self.ranked if one.way.framework == framework]
+        ours = [one for one in self.ranked if one.plan.framework == framework]
         as_fast = [one for one in _close(self.ranked) if one in ours] or _close(ours)
         return min(as_fast, key=_plain, default=None)
 
@@ -60,11 +60,11 @@ class Answer:
         """The reason for the recommended plan, in a sentence."""
         chosen = self.chosen
         if chosen is None:
-            return f"no way fits {self.seq} tokens; {self._fitting()}"
+            return f"no plan fits {self.seq} tokens; {self._fitting()}"
         close = _close(self.ranked)
-        least = f" (of {len(close)} equally fast ways the one that offloads least, then takes least memory)"
+        least = f" (of {len(close)} equally fast plans the one that offloads least, then takes least memory)"
         return (
-            f"{chosen.way} is fastest{least if len(close) > 1 else ''}: {waits(chosen)}, "
+            f"{chosen.plan} is fastest{least if len(close) > 1 else ''}: {waits(chosen)}, "
             f"{short(total(chosen.memory) / 1e9)} of {short(self.place.memory / 1e9)} GB are taken, "
             f"{self._without_offload(chosen)}and {self._beside(chosen)}. Its speed is {chosen.errors}"
         )
@@ -72,19 +72,19 @@ class Answer:
     def _fitting(self) -> str:
         """Return a note on the length that would fit."""
         if not self.lengths:
-            return "nor does any way fit a shorter sequence"
-        seq, way = max(self.lengths.values(), key=lambda one: one[0])
-        return f"{seq} tokens would fit ({way})"
+            return "nor does any plan fit a shorter sequence"
+        seq, plan = max(self.lengths.values(), key=lambda one: one[0])
+        return f"{seq} tokens would fit ({plan})"
 
     def _without_offload(self, chosen: PredictedStep) -> str:
         """Return the reason why a plan offloads; nothing for a plan without offload."""
-        plain = replace(chosen.way, offload_optimizer=False, offload_activations=False)
-        if plain == chosen.way:
+        plain = replace(chosen.plan, offload_optimizer=False, offload_activations=False)
+        if plain == chosen.plan:
             return ""
-        why = next((why for way, why in self.infeasible if way == plain), None)
+        why = next((why for plan, why in self.infeasible if plan == plain), None)
         if why is not None:
             return f"without offload it is {why}, "
-        slower = next(one for one in self.ranked if one.way == plain)  # the host may have the faster memory
+        slower = next(one for one in self.ranked if one.plan == plain)  # the host may have the faster memory
         return f"without offload it takes {slower.seconds / chosen.seconds - 1:.1%} longer, "
 
     def _beside(self, chosen: PredictedStep) -> str:
@@ -94,8 +94,8 @@ class Answer:
             slower = self.ranked[len(close)]
             other = slower.errors.kind != chosen.errors.kind
             of_kind = f" (errors of its kind, {slower.errors.kind}: {slower.errors.range})" * other
-            return f"{slower.way} takes {slower.seconds / chosen.seconds - 1:.1%} longer{of_kind}"
-        return "no other way fits" if len(close) == 1 else "all other ways that fit are as fast"
+            return f"{slower.plan} takes {slower.seconds / chosen.seconds - 1:.1%} longer{of_kind}"
+        return "no other plan fits" if len(close) == 1 else "all other plans that fit are as fast"
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as data: bytes, seconds, tokens."""
@@ -111,13 +111,13 @@ class Answer:
             "mask": self.mask,
             "recommended": None if chosen is None else chosen.as_json(),
             "reason": self.reason,
-            "paste": {one.way.framework: advice(one) for one in map(self.best_of, FRAMEWORKS) if one},
-            "notes": {one.way.framework: notes(one) for one in map(self.best_of, FRAMEWORKS) if one},
-            "ways": [one.as_json() for one in self.ranked],
-            "infeasible": [{"way": asdict(way), "words": str(way), "why": why}
-                           for way, why in self.infeasible],
-            "longest": {name: {"seq": seq, "way": asdict(way), "words": str(way)}
-                        for name, (seq, way) in self.lengths.items()},
+            "paste": {one.plan.framework: advice(one) for one in map(self.best_of, FRAMEWORKS) if one},
+            "notes": {one.plan.framework: notes(one) for one in map(self.best_of, FRAMEWORKS) if one},
+            "plans": [one.as_json() for one in self.ranked],
+            "infeasible": [{"plan": asdict(plan), "words": str(plan), "why": why}
+                           for plan, why in self.infeasible],
+            "longest": {name: {"seq": seq, "plan": asdict(plan), "words": str(plan)}
+                        for name, (seq, plan) in self.lengths.items()},
             "predicted": True,
         }  # fmt: skip
 
@@ -137,7 +137,7 @@ def waits(step: PredictedStep) -> str:
 
 
 def _plain(step: PredictedStep) -> tuple[int, float]:
-    return step.way.offload_optimizer + step.way.offload_activations, total(step.memory)
+    return step.plan.offload_optimizer + step.plan.offload_activations, total(step.memory)
 
 
 def search(
@@ -161,25 +161,25 @@ def search(
     pinned = dict(pinned or {})
     mask_of(mask, seq)
     ranked, infeasible, legal = [], [], []
-    for way in ways(model, place.ranks, batch, pinned, frameworks):
-        reason = why_not(way, model, seq, place.ranks)
+    for plan in plans(model, place.ranks, batch, pinned, frameworks):
+        reason = why_not(plan, model, seq, place.ranks)
         if reason is not None:
-            infeasible.append((way, reason))
+            infeasible.append((plan, reason))
             continue
-        legal.append(way)
+        legal.append(plan)
         # Memory first: attention is simulated, which takes longer.
-        reason = too_large(least(model, way, seq), place)
+        reason = too_large(least(model, plan, seq), place)
         if reason is None:
-            predicted = step(model, way, seq, place, mask)
+            predicted = step(model, plan, seq, place, mask)
             reason = too_large(predicted.memory, place)
         if reason is None:
             ranked.append(predicted)
         else:
-            infeasible.append((way, reason))
+            infeasible.append((plan, reason))
     if not legal:
         degrees = ", ".join(f"{name.upper()} {n}" for name, n in pinned.items()) or "any degrees"
         why = infeasible[0][1] if infeasible else _why_none(place.ranks, batch, pinned)
-        raise ValueError(f"no way over {place.ranks.size} ranks with {degrees}: {why}")
+        raise ValueError(f"no plan over {place.ranks.size} ranks with {degrees}: {why}")
     ranked.sort(key=lambda one: one.seconds)
     return Answer(model, seq, batch, place, ranked, infeasible, legal, pinned, mask)
 
@@ -201,11 +201,11 @@ def kind(why: str) -> str:
     return f"out of memory, most of it {why.rpartition('most of it ')[2]}"
 
 
-def least(model: Model, way: Way, seq: int, nodes: int = 1) -> dict[str, float]:
+def least(model: Model, plan: Plan, seq: int, nodes: int = 1) -> dict[str, float]:
     """Return the stack of the attention schedule with the least memory: a ring, or heads shared by all."""
-    groups = {1, way.cp} if shard_of(model, way, seq).kv_heads % way.cp == 0 else {1}
+    groups = {1, plan.cp} if shard_of(model, plan, seq).kv_heads % plan.cp == 0 else {1}
     runs = itertools.product(("query", "kv"), (nodes,), groups, ("contiguous",))  # has fewest fragments
-    return min((stack(model, way, seq, *run) for run in runs), key=total)
+    return min((stack(model, plan, seq, *run) for run in runs), key=total)
 
 
 def too_large(memory: dict[str, float], place: Cluster) -> str | None:
@@ -218,28 +218,28 @@ def too_large(memory: dict[str, float], place: Cluster) -> str | None:
     )
 
 
-def ways(
+def plans(
     model: Model,
     cluster: Ranks,
     batch: int,
     pinned: Mapping[str, int],
     frameworks: Sequence[str] = FRAMEWORKS,
-) -> Iterator[Way]:
+) -> Iterator[Plan]:
     """Yield all plans whose degrees make up the cluster and whose ranks divide the batch."""
     for framework in frameworks:
         for degrees in _degrees(framework, model, cluster, batch, pinned):
             if framework == "deepspeed" and degrees["ep"] > 1:  # once, for the reason
-                yield Way(framework=framework, zero=3, **degrees)
+                yield Plan(framework=framework, zero=3, **degrees)
                 continue
             # One rank has nothing to shard: the stages of ZeRO are the same.
             stages = (1,) if framework == "megatron" or cluster.size == 1 else (1, 2, 3)
             for zero, chunks in itertools.product(stages, (1, 2) if degrees["pp"] > 1 else (1,)):
-                base = Way(framework=framework, zero=zero, chunks=chunks, **degrees)
+                base = Plan(framework=framework, zero=zero, chunks=chunks, **degrees)
                 for (recompute, keep), fused in itertools.product(RECOMPUTES, (True, False)):
-                    way = replace(base, recompute=recompute, keep=keep, fused_loss=fused)
+                    plan = replace(base, recompute=recompute, keep=keep, fused_loss=fused)
                     hosts = (False, True) if recompute in ("attention", "segment") else (False,)
                     for optimizer, activations in itertools.product((False, True), hosts):
-                        yield replace(way, offload_optimizer=optimizer, offload_activations=activations)
+                        yield replace(plan, offload_optimizer=optimizer, offload_activations=activations)
 
 
 def _degrees(
@@ -260,18 +260,18 @@ def _degrees(
             yield {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "micro": batch // dp}
 
 
-def lengths(model: Model, place: Cluster, legal: list[Way]) -> dict[str, tuple[int, Way]]:
+def lengths(model: Model, place: Cluster, legal: list[Plan]) -> dict[str, tuple[int, Plan]]:
     """Return the longest sequence of each framework, which memory alone limits."""
-    longest_of: dict[str, tuple[int, Way]] = {}
-    for way in legal:
-        nodes = -(-way.cp // way.ring(place.ranks).intra)
-        fits, unit = partial(_holds, model, way, nodes, place.usable), 2 * way.cp * way.tp
-        best = longest_of.get(way.framework, (0, way))[0]
+    longest_of: dict[str, tuple[int, Plan]] = {}
+    for plan in legal:
+        nodes = -(-plan.cp // plan.ring(place.ranks).intra)
+        fits, unit = partial(_holds, model, plan, nodes, place.usable), 2 * plan.cp * plan.tp
+        best = longest_of.get(plan.framework, (0, plan))[0]
         if fits((best // unit + 1) * unit) and (seq := longest(fits, unit)) > best:
-            longest_of[way.framework] = seq, way
+            longest_of[plan.framework] = seq, plan
     return longest_of
 
 
-def _holds(model: Model, way: Way, nodes: int, usable: float, seq: int) -> bool:
+def _holds(model: Model, plan: Plan, nodes: int, usable: float, seq: int) -> bool:
     """Return whether a sequence fits with the schedule of least memory."""
-    return total(least(model, way, seq, nodes)) <= usable
+    return total(least(model, plan, seq, nodes)) <= usable

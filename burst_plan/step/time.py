@@ -13,8 +13,8 @@ from burst_plan.step.attention import AttentionTime
 from burst_plan.step.memory import parameters, shard_of
 from burst_plan.step.model import Mixer, Model
 from burst_plan.step.parts import MODULES
+from burst_plan.step.plan import Plan
 from burst_plan.step.recurrence import exchanges, work
-from burst_plan.step.way import Way
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Products of a pass, as multiples of a forward: backward has those of two gradients."""
@@ -60,7 +60,7 @@ class Times:
 
 def times(
     model: Model,
-    way: Way,
+    plan: Plan,
     seq: int,
     cluster: Ranks,
     rates: Rates,
@@ -75,60 +75,60 @@ def times(
         peak: FLOPs a second of products in 16 bits.
         again: share of attention's forward that backward computes again.
     """
-    rows = way.micro * seq / way.cp / way.tp
-    layers, mixer = model.layers / way.pp, model.mixer
+    rows = plan.micro * seq / plan.cp / plan.tp
+    layers, mixer = model.layers / plan.pp, model.mixer
     rate = peak * constants.products
-    passes = FORWARD + BACKWARD + way.recomputes * FORWARD
+    passes = FORWARD + BACKWARD + plan.recomputes * FORWARD
     product = 2 * rows / rate
-    calls, attends = way.micro * layers, way.micro * model.attending / way.pp
+    calls, attends = plan.micro * layers, plan.micro * model.attending / plan.pp
     kernel_forward = attention.forward * attention.share
     kernel_backward = attention.backward * attention.share
-    mlp = model.mlp_active * passes + model.mlp_first * FORWARD * way.tiled
+    mlp = model.mlp_active * passes + model.mlp_first * FORWARD * plan.tiled
     place = seq, attention.layout, cluster, rates, rate
-    kernels, exchanged = _mixed(mixer, way, *place) if mixer.layers else (0.0, {})
+    kernels, exchanged = _mixed(mixer, plan, *place) if mixer.layers else (0.0, {})
     compute = {
         "embedding": EMBEDDING * 2 * rows * model.hidden / rates.memory,
         "norms and activations": _elementwise(model, layers) * rows * passes / rates.memory,
-        "projections": model.mixing / way.pp * product * passes,
-        "experts" if model.experts else "mlp": mlp / way.pp * product,
+        "projections": model.mixing / plan.pp * product * passes,
+        "experts" if model.experts else "mlp": mlp / plan.pp * product,
         "attention forward": attends * kernel_forward,
         "attention again": attends * kernel_forward * again,
         "attention backward": attends * kernel_backward,
         mixer.kind or "recurrence": kernels,
         "loss": model.head * product * (FORWARD + BACKWARD),
-        "optimizer": _optimizer(model, way, rates, constants),
+        "optimizer": _optimizer(model, plan, rates, constants),
     }
     busy = sum(compute.values()) - compute["optimizer"]
     around = attends * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
     gathers = 0.0  # of ZeRO-3, in each pass and micro-batch
-    if way.zero >= 3 and way.sharded > 1:
-        gathers = 2 * way.micro * _sharded(2, model, way, cluster, rates)
-    beside = _beside(model, way, gathers, busy)
-    cause = "ring" if attention.head_parallel < way.cp else "exchange of heads"
+    if plan.zero >= 3 and plan.sharded > 1:
+        gathers = 2 * plan.micro * _sharded(2, model, plan, cluster, rates)
+    beside = _beside(model, plan, gathers, busy)
+    cause = "ring" if attention.head_parallel < plan.cp else "exchange of heads"
     exposed = {
-        cause if way.cp > 1 else "kernel launches": around,  # a ring of one position is none
-        **{name: (2 + way.recomputes) * seconds for name, seconds in exchanged.items()},
-        "tensor parallel": _tensor(model, way, calls, seq, cluster, rates, passes, product / way.micro),
-        "tokens to experts": _experts(model, way, calls, seq, cluster, rates, passes),
-        "weights gathered": gathers - beside + gathers / (2 * way.micro * model.layers),
-        "gradients reduced": _reduced(model, way, cluster, rates, busy, beside),
-        "activations offloaded": _moved(model, way, seq, calls, busy, constants),
+        cause if plan.cp > 1 else "kernel launches": around,  # a ring of one position is none
+        **{name: (2 + plan.recomputes) * seconds for name, seconds in exchanged.items()},
+        "tensor parallel": _tensor(model, plan, calls, seq, cluster, rates, passes, product / plan.micro),
+        "tokens to experts": _experts(model, plan, calls, seq, cluster, rates, passes),
+        "weights gathered": gathers - beside + gathers / (2 * plan.micro * model.layers),
+        "gradients reduced": _reduced(model, plan, cluster, rates, busy, beside),
+        "activations offloaded": _moved(model, plan, seq, calls, busy, constants),
     }
-    bubble = (way.pp - 1) / (way.chunks * way.micro)
+    bubble = (plan.pp - 1) / (plan.chunks * plan.micro)
     exposed["pipeline"] = bubble * (busy + sum(exposed.values()))
     return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
 
 
 def _mixed(
-    mixer: Mixer, way: Way, seq: int, layout: str, cluster: Ranks, rates: Rates, rate: float
+    mixer: Mixer, plan: Plan, seq: int, layout: str, cluster: Ranks, rates: Rates, rate: float
 ) -> tuple[float, dict[str, float]]:
     """Return the seconds of recurrences or convolutions, from products or memory, and of their exchanges."""
-    load, passes = work(mixer, layout, seq, way.cp), way.micro * mixer.layers
+    load, passes = work(mixer, layout, seq, plan.cp), plan.micro * mixer.layers
     forth, home = (2.0 * (KEPT * load.kept + moved) / rates.memory for moved in load.moved)
-    token = (FORWARD + way.recomputes * FORWARD) * max(2 * load.products / rate, forth)
+    token = (FORWARD + plan.recomputes * FORWARD) * max(2 * load.products / rate, forth)
     token += BACKWARD * max(2 * load.back / rate, home)
-    costs = exchanges(mixer, layout, seq, way.ring(cluster), rates) if way.cp > 1 else {}
-    return passes * seq / way.cp * token, {name: passes * seconds for name, (_, seconds) in costs.items()}
+    costs = exchanges(mixer, layout, seq, plan.ring(cluster), rates) if plan.cp > 1 else {}
+    return passes * seq / plan.cp * token, {name: passes * seconds for name, (_, seconds) in costs.items()}
 
 
 def _elementwise(model: Model, layers: float) -> float:
@@ -140,17 +140,17 @@ def _elementwise(model: Model, layers: float) -> float:
     return layers * 2.0 * (hidden + HEADS * heads + WIDTH * width + COPIES * copies)
 
 
-def _optimizer(model: Model, way: Way, rates: Rates, constants: Constants) -> float:
+def _optimizer(model: Model, plan: Plan, rates: Rates, constants: Constants) -> float:
     """Return the seconds of Adam, limited by memory, on the GPU or on the host."""
-    numbers = sum(n / (ranks if way.zero else 1) for n, ranks in parameters(model, way))
-    if way.offload_optimizer:
+    numbers = sum(n / (ranks if plan.zero else 1) for n, ranks in parameters(model, plan))
+    if plan.offload_optimizer:
         return numbers * (4 / constants.host_link + ADAM_ON_HOST / constants.host_memory)
     return numbers * ADAM_ON_GPU / rates.memory
 
 
 def _tensor(
     model: Model,
-    way: Way,
+    plan: Plan,
     calls: float,
     seq: int,
     cluster: Ranks,
@@ -163,27 +163,27 @@ def _tensor(
     Backward gathers the inputs of attention and of an MLP once more, while it makes the gradients of these
     inputs (arXiv 2205.05198, section 4.2.2).
     """
-    if way.tp == 1:
+    if plan.tp == 1:
         return 0.0
-    within = min(way.tp, cluster.intra)
-    tokens, sparse = 2 * seq / way.cp * model.hidden, model.sparse_layers / model.layers
+    within = min(plan.tp, cluster.intra)
+    tokens, sparse = 2 * seq / plan.cp * model.hidden, model.sparse_layers / model.layers
     around_all = 2 - sparse * (model.shared_ffn == 0)  # attention, and an MLP of all tokens
-    seconds = around_all * (_collective(tokens, way.tp, within, rates) + CONSTANTS.loops)
+    seconds = around_all * (_collective(tokens, plan.tp, within, rates) + CONSTANTS.loops)
     if sparse:
-        seconds += sparse * (_collective(model.active * tokens, way.tp, within, rates) + CONSTANTS.loops)
+        seconds += sparse * (_collective(model.active * tokens, plan.tp, within, rates) + CONSTANTS.loops)
     out = model.heads * model.value_dim * model.hidden
     beside = product * (model.projections - out + model.mlp_first / model.layers)
     return calls * (COLLECTIVES * (passes - 1) * seconds + max(0.0, seconds - beside))
 
 
 def _experts(
-    model: Model, way: Way, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
+    model: Model, plan: Plan, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
 ) -> float:
     """Return the seconds of expert parallelism: tokens go to experts and back."""
-    if way.ep == 1:
+    if plan.ep == 1:
         return 0.0
-    size = 2 * seq / way.cp / way.tp * model.active * model.hidden
-    each = _exchange(size, way.shares_experts(cluster), rates) + CONSTANTS.loops
+    size = 2 * seq / plan.cp / plan.tp * model.active * model.hidden
+    each = _exchange(size, plan.shares_experts(cluster), rates) + CONSTANTS.loops
     return calls * model.sparse_layers / model.layers * EXCHANGES * (passes - 1) * each
 
 
@@ -204,55 +204,55 @@ def _collective(size: float, ranks: int, within: int, rates: Rates) -> float:
     return size * (ranks - 1) / ranks / min(rates.link(inter=False), far)
 
 
-def _sharded(bytes_each: float, model: Model, way: Way, cluster: Ranks, rates: Rates) -> float:
+def _sharded(bytes_each: float, model: Model, plan: Plan, cluster: Ranks, rates: Rates) -> float:
     """Return the seconds of a collective of all parameters over the ranks of ZeRO.
 
     Experts go over fewer ranks: every `ep`-th, which have the same experts.
     """
-    (rest, ranks), (experts, alike) = parameters(model, way)
-    node = max(1, cluster.intra // way.tp)
+    (rest, ranks), (experts, alike) = parameters(model, plan)
+    node = max(1, cluster.intra // plan.tp)
     seconds = _collective(bytes_each * rest, ranks, min(ranks, node), rates)
-    return seconds + _collective(bytes_each * experts, alike, min(alike, max(1, node // way.ep)), rates)
+    return seconds + _collective(bytes_each * experts, alike, min(alike, max(1, node // plan.ep)), rates)
 
 
-def _beside(model: Model, way: Way, gathers: float, busy: float) -> float:
+def _beside(model: Model, plan: Plan, gathers: float, busy: float) -> float:
     """Return the hidden seconds of gathers: of gathers that begin before their layer.
 
     A layer is gathered ahead as a whole. DeepSpeed gathers `PREFETCH` parameters during each module.
     """
     dense = model.parameters - model.expert_parameters - model.head * (1 if model.tied else 2)
-    layer = dense / model.layers / way.tp
-    prefetch = PREFETCH * MODULES[way.modules].matrices if way.framework.endswith("deepspeed") else layer
+    layer = dense / model.layers / plan.tp
+    prefetch = PREFETCH * MODULES[plan.modules].matrices if plan.framework.endswith("deepspeed") else layer
     return min(gathers * min(1.0, prefetch / layer), busy)
 
 
-def _reduced(model: Model, way: Way, cluster: Ranks, rates: Rates, busy: float, beside: float) -> float:
+def _reduced(model: Model, plan: Plan, cluster: Ranks, rates: Rates, busy: float, beside: float) -> float:
     """Return the exposed seconds of the reduction of gradients, during backward of the last micro-batch.
 
     Half of the gathers that compute hides, `beside`, are in backward, on the same links.
     """
-    if way.sharded == 1:
+    if plan.sharded == 1:
         return 0.0
     # Float32 in Megatron; in DeepSpeed by `seq_parallel_communication_data_type` in its runtime/constants.py
-    wide = way.framework == "megatron" or (way.cp > 1 and way.framework.endswith("deepspeed"))
-    size = ((4 if wide else 2) + 2 * (0 < way.zero < 3)) * (1 if way.zero else 2)
-    rounds = way.micro if way.zero >= 2 else 1
-    seconds = rounds * _sharded(size, model, way, cluster, rates)
+    wide = plan.framework == "megatron" or (plan.cp > 1 and plan.framework.endswith("deepspeed"))
+    size = ((4 if wide else 2) + 2 * (0 < plan.zero < 3)) * (1 if plan.zero else 2)
+    rounds = plan.micro if plan.zero >= 2 else 1
+    seconds = rounds * _sharded(size, model, plan, cluster, rates)
     backward = busy * BACKWARD / (FORWARD + BACKWARD)
-    hidden = max(0.0, backward - beside / 2) if way.zero >= 2 else backward / way.micro
+    hidden = max(0.0, backward - beside / 2) if plan.zero >= 2 else backward / plan.micro
     return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
 
 
-def _moved(model: Model, way: Way, seq: int, calls: float, busy: float, constants: Constants) -> float:
+def _moved(model: Model, plan: Plan, seq: int, calls: float, busy: float, constants: Constants) -> float:
     """Return the exposed seconds of offload to the host in forward, and back in backward.
 
     Copies of kept attention run in parallel with compute. DeepSpeed copies inputs to pageable memory, and
     waits for them (deepspeedai/DeepSpeed#501).
     """
-    if not way.recomputes:
+    if not plan.recomputes:
         return 0.0
     attends = model.attending / model.layers
-    attention = attends * shard_of(model, way, seq).result_bytes * way.kept * way.offload_activations
-    inputs = 2.0 * seq / way.cp / way.tp * model.hidden * way.offload_inputs
+    attention = attends * shard_of(model, plan, seq).result_bytes * plan.kept * plan.offload_activations
+    inputs = 2.0 * seq / plan.cp / plan.tp * model.hidden * plan.offload_inputs
     each = 2 * calls / constants.host_link
     return max(0.0, each * attention - busy) + each * inputs / PAGEABLE

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from drawing import GREY, Drawing, colour
 
-from burst_bench.published.methods import FITTED, MethodWay, seconds_of, way_of
+from burst_bench.published.methods import FITTED, MethodPlan, plan_of, seconds_of
 from burst_bench.published.rows import Row
 from burst_mcore.attention.candidates import legal_degrees
 from burst_mcore.attention.schedule.actions import Pass
@@ -27,22 +27,22 @@ def slowdowns(gpus: int, seq: int) -> list[float]:
     """Return the seconds of forward and backward, as multiples of a kernel's that nothing interrupts."""
     row = replace(ROW, gpus=gpus, seq=seq)
     named = [replace(row, method=name) for name in ("ring", "usp", "ulysses", "burst")]
-    ways = [way_of(replace(each, head_parallel=8 if each.method == "usp" else None)) for each in named]
-    assert all(isinstance(way, MethodWay) for way in ways), ways
-    seconds = [seconds_of(row, way, RATES) for way in ways if isinstance(way, MethodWay)]
-    kernel = seconds_of(replace(row, gpus=1), MethodWay(), RATES) / gpus
+    plans = [plan_of(replace(each, head_parallel=8 if each.method == "usp" else None)) for each in named]
+    assert all(isinstance(plan, MethodPlan) for plan in plans), plans
+    seconds = [seconds_of(row, plan, RATES) for plan in plans if isinstance(plan, MethodPlan)]
+    kernel = seconds_of(replace(row, gpus=1), MethodPlan(), RATES) / gpus
     return [each / kernel for each in [*seconds, min(_by_heads(row))]]
 
 
 def _by_heads(row: Row) -> list[float]:
     """Return the seconds of burst with each legal number of ranks of a node that share heads."""
     degrees = [d for d in legal_degrees(row.ranks, row.heads, row.kv_heads) if d <= row.ranks.intra]
-    ways = [
-        MethodWay(heads=heads, double=True, direction=direction, exchanges=4 * (heads > 1))
+    plans = [
+        MethodPlan(heads=heads, double=True, direction=direction, exchanges=4 * (heads > 1))
         for heads in degrees
         for direction in (Pass.KV, Pass.QUERY)
     ]
-    return [seconds_of(row, way, RATES) for way in ways]
+    return [seconds_of(row, plan, RATES) for plan in plans]
 
 
 def comparison() -> Drawing:

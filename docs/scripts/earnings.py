@@ -47,7 +47,7 @@ SUMMARY = (
 )
 BY_CLUSTER = f"| cluster | {' | '.join(DECIDED)} |\n|---|{'---|' * len(DECIDED)}\n"
 Cell = dict[str, float]
-"""Seconds of the fastest way, by row."""
+"""Seconds of the fastest route, by row."""
 
 
 def packed(n: int, seed: int) -> Mask:
@@ -59,7 +59,7 @@ def packed(n: int, seed: int) -> Mask:
 
 
 def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
-    """Return the fastest of the ways that need each word; rings and "query" are the first rows."""
+    """Return the fastest of the routes that need each word; rings and "query" are the first rows."""
     ranks, of_words = CLUSTERS[cluster], {"window": Mask.window(8191, 0), "full": Mask.full()}
     seen = packed(n, seed=0) if mask == "documents" else of_words.get(mask, Mask.causal())
     shard = share_of(n // ranks.size, 32, kv_heads, 128, torch.bfloat16)
@@ -69,8 +69,8 @@ def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
     seconds: Cell = {}
     for route, ring in routes(question, every).items():
         family, costs = Family.of(route, question.ranks.intra), Costs(question, route.placement)
-        for side, way in itertools.product(costs.play(route, every.directions), costs.ways(route)):
-            row, took = _row(family, way, ring), costs.candidate(ring, way, side).seconds
+        for side, turned in itertools.product(costs.play(route, every.directions), costs.mirrors(route)):
+            row, took = _row(family, turned, ring), costs.candidate(ring, turned, side).seconds
             for each in (row, QUERY) if row == RING and side == Pass.QUERY else (row,):
                 seconds[each] = min(took, seconds.get(each, took))
     return seconds
@@ -83,7 +83,7 @@ def _row(family: Family, route: Route, ring: str) -> str:
 
 
 def gains(cells: Sequence[Cell], row: str) -> tuple[list[float], list[float]]:
-    """Return by which factors a row's ways are faster, sorted: than the plain ring, than all rows above."""
+    """Return by which factors a row's routes are faster, sorted: than the plain ring, than all rows above."""
     above = [*DECIDED][: [*DECIDED].index(row)]
     over_ring, added = [], []
     for seconds in cells:

@@ -28,7 +28,7 @@ from burst_bench.published.loops import (
     follows,
     together,
 )
-from burst_bench.published.methods import FITTED, MethodWay, seconds_of, way_of
+from burst_bench.published.methods import FITTED, MethodPlan, plan_of, seconds_of
 from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_plan.machines import CONSTANTS, MACHINES, Machine
@@ -142,7 +142,7 @@ _STEP = {
     "EXCHANGES": (time.EXCHANGES, "counted: tokens go to experts, and back"),
     "ADAM_ON_GPU": (time.ADAM_ON_GPU, "counted: bytes of a parameter, its weight in 16 bits included"),
     "ADAM_ON_HOST": (time.ADAM_ON_HOST, "counted: the same without the weight, which the link carries"),
-    "AS_FAST": (AS_FAST, "an assumption: ways within this factor count as equally fast"),
+    "AS_FAST": (AS_FAST, "an assumption: plans within this factor count as equally fast"),
     "PREFETCH": (time.PREFETCH, "DeepSpeed's default: parameters that ZeRO-3 gathers ahead, beside a module"),
     "PAGEABLE": (
         time.PAGEABLE,
@@ -174,7 +174,7 @@ the model was developed with all of these rows in view.
 _TRAINING = """
 ## Training steps
 
-`burst-mcore plan` prints the range of errors of the same kind of way with each predicted speed. The rows are
+`burst-mcore plan` prints the range of errors of the same kind of plan with each predicted speed. The rows are
 in [training.json](../../benchmarks/public/training.json), each with its source. Predictions are those of the
 model as it is now; none of these rows is fitted. Some sources leave a setting open: then a run has a row for
 each assumption. Speeds are predicted even where memory is predicted not to suffice.
@@ -209,16 +209,16 @@ def _report(folder: Path) -> Report:
 
 
 def _training(rows: Sequence[Judged]) -> Iterator[str]:
-    """Yield the section of training steps: the range of errors of each kind of way, and each row."""
-    yield f"{_TRAINING}\n| kind of way | public runs | predicted speed was off by |\n|---|---|---|"
+    """Yield the section of training steps: the range of errors of each kind of plan, and each row."""
+    yield f"{_TRAINING}\n| kind of plan | public runs | predicted speed was off by |\n|---|---|---|"
     for errors in ranges(rows):
         yield f"| {errors.kind} | {errors.runs} | {errors.range} |"
-    yield "\n| kind | run | way | unit | measured | predicted | error |\n|---|---|---|---|---|---|---|"
+    yield "\n| kind | run | plan | unit | measured | predicted | error |\n|---|---|---|---|---|---|---|"
     for one in sorted(rows, key=lambda one: KINDS.index(one.kind)):
-        where = f"{one.run.model.name} on {one.run.way.gpus} {one.run.hardware}, {one.run.seq}"
+        where = f"{one.run.model.name} on {one.run.plan.gpus} {one.run.hardware}, {one.run.seq}"
         unit, measured = one.row["metric"], float(one.row["value"])
         yield (
-            f"| {one.kind} | {where} | {one.run.way} | {unit} | {measured:.4g} | {one.value:.4g} | "
+            f"| {one.kind} | {where} | {one.run.plan} | {unit} | {measured:.4g} | {one.value:.4g} | "
             f"{one.error:+.0%} |"
         )
 
@@ -264,9 +264,9 @@ def _doubt(report: Report) -> str:
 def _with_head_dim(one: Compared, head_dim: int) -> float:
     assert one.row is not None
     row = replace(one.row, head_dim=head_dim)
-    way = way_of(row)
-    assert isinstance(way, MethodWay)
-    return row.figure_of(seconds_of(row, way, MACHINES[row.hardware].rates_by(FITTED)))
+    plan = plan_of(row)
+    assert isinstance(plan, MethodPlan)
+    return row.figure_of(seconds_of(row, plan, MACHINES[row.hardware].rates_by(FITTED)))
 
 
 def equal_work(judged: Iterable[Compared]) -> list[list[Compared]]:
@@ -275,13 +275,13 @@ def equal_work(judged: Iterable[Compared]) -> list[list[Compared]]:
     for one in judged:
         row = one.row
         assert row is not None
-        way = way_of(row)
-        assert isinstance(way, MethodWay)
-        if way.heads == row.gpus:
-            way = replace(way, layout="")
-            loop = way.loop and replace(way.loop, source="", draw=follows)
-            way = replace(way, double=False, loop=loop)
-        classes[row.group, row.figure, way].append(one)
+        plan = plan_of(row)
+        assert isinstance(plan, MethodPlan)
+        if plan.heads == row.gpus:
+            plan = replace(plan, layout="")
+            loop = plan.loop and replace(plan.loop, source="", draw=follows)
+            plan = replace(plan, double=False, loop=loop)
+        classes[row.group, row.figure, plan].append(one)
     return [sorted(members, key=_measured) for members in classes.values()]
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/evidence/regret.md: the rule of a call beside the best way by simulation.
+"""Writes the tables of docs/evidence/regret.md: the rule of a call beside the best route by simulation.
 
 `PYTHONPATH=. python docs/scripts/regret.py` takes an hour or more, and resumes from runs/regret.pkl.
 """
@@ -33,12 +33,12 @@ SUMMARY = (
     "| cells | `head_parallel` | number | within 5 % | within 20 % | at most |\n|---|---|---|---|---|---|\n"
 )
 MISSES = (
-    "| cluster | mask | heads | tokens | `head_parallel` | the rule's way | the fastest | behind |\n"
+    "| cluster | mask | heads | tokens | `head_parallel` | the rule's choice | the fastest | behind |\n"
     "|---|---|---|---|---|---|---|---|\n"
 )
 SIDES = Pass.QUERY, Pass.KV
 Seconds = Mapping[tuple[Route, Pass], float]
-"""Simulated, by way and pass."""
+"""Simulated, by route and pass."""
 
 
 class Cell(NamedTuple):
@@ -96,19 +96,21 @@ def masked() -> Iterator[Cell]:
 
 
 def simulated(cell: Cell) -> Seconds:
-    """Return the seconds of each pass of each way that a call may take."""
+    """Return the seconds of each pass of each route that a call may take."""
     question, seconds = cell.question, dict[tuple[Route, Pass], float]()
     degrees = tuple(legal_degrees(question.ranks, cell.heads, cell.kv_heads))
     every = Settings(overlap=True, rings=SEARCHED, degrees=degrees, directions=SIDES)
     for route in routes(question, every):
         costs = Costs(question, route.placement)
         costs.play(route, SIDES)
-        seconds |= {(way, each): costs.seconds(way, each) for way in costs.ways(route) for each in Pass}
+        seconds |= {
+            (turned, each): costs.seconds(turned, each) for turned in costs.mirrors(route) for each in Pass
+        }
     return seconds
 
 
 class Regret(NamedTuple):
-    """The rule's way beside the fastest."""
+    """The rule's choice beside the fastest."""
 
     taken: tuple[Route, Pass]
     fastest: tuple[Route, Pass]
@@ -116,11 +118,11 @@ class Regret(NamedTuple):
 
 
 def regret(cell: Cell, seconds: Seconds, head_parallel: int | str) -> Regret:
-    """Return by how much the rule is behind the fastest way of a configuration."""
+    """Return by how much the rule is behind the fastest candidate of a configuration."""
     total = {
-        (way, side): seconds[way, Pass.FORWARD] + seconds[way, side]
-        for (way, _), side in itertools.product(seconds, SIDES)
-        if head_parallel in ("auto", way.heads)
+        (route, side): seconds[route, Pass.FORWARD] + seconds[route, side]
+        for (route, _), side in itertools.product(seconds, SIDES)
+        if head_parallel in ("auto", route.heads)
     }
     route, direction, _ = decide(BurstConfig(head_parallel=head_parallel), cell.question)
     fastest = min(total, key=total.__getitem__)

@@ -16,7 +16,7 @@ from burst_plan.step.figures import KINDS, Errors, kind_of
 ROWS = "training.json"
 """The file of public rows, in benchmarks/public."""
 _MEASUREMENT = ("source", "hardware", "gpus", "seq", "metric", "value")
-"""Fields in which rows of one measurement agree, besides the model, whatever is assumed of its way."""
+"""Fields in which rows of one measurement agree, besides the model, whatever is assumed of its plan."""
 
 
 class Judged(NamedTuple):
@@ -29,7 +29,7 @@ class Judged(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return kind_of(self.run.way, self.run.model)
+        return kind_of(self.run.plan, self.run.model)
 
     @property
     def error(self) -> float:

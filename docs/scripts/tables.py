@@ -62,7 +62,7 @@ def _versions_of_megatron() -> str:
 def _topology() -> str:
     return with_rows(
         (DOCS / "features/topology.md").read_text(),
-        "| heads | way | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
+        "| heads | method | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
         _through_nics(),
     )
 
@@ -70,7 +70,7 @@ def _topology() -> str:
 def _planner() -> str:
     return with_rows(
         (DOCS / "evidence/planner.md").read_text(),
-        "| kind of way | public runs | predicted speed was off by |\n|---|---|---|\n",
+        "| kind of plan | public runs | predicted speed was off by |\n|---|---|---|\n",
         (f"| {errors.kind} | {errors.runs} | {errors.range} |" for errors in ranges(judged(PUBLIC))),
     )
 
@@ -94,7 +94,7 @@ def _plan(words: Mapping[str, str], most: int) -> str | None:
     best = planned(words["--model"], words["--seq"], words["--cluster"], batch, None).chosen
     assert best is not None
     return (
-        f"| {nodes} x {gpus} | {words['--seq']} | {batch} | {best.way} | {best.tokens_per_second:.0f} | "
+        f"| {nodes} x {gpus} | {words['--seq']} | {batch} | {best.plan} | {best.tokens_per_second:.0f} | "
         f"{best.mfu:.0%} | {best.errors.range} | {total(best.memory) / 1e9:.0f} |"
     )
 
@@ -157,11 +157,11 @@ Bytes = tuple[float, float]
 
 
 def _through_nics() -> Iterable[str]:
-    """Yield a row for each way: the GB that pass the NIC of a GPU, forward and backward."""
+    """Yield a row for each method: the GB that pass the NIC of a GPU, forward and backward."""
     for heads, shape in SHAPES.items():
         columns = [_ways(_share(gpus, *shape), Ranks(gpus, NODE)) for gpus in (64, 256, 1024)]
-        for way in columns[0]:
-            yield f"| {heads} | {way} | {' | '.join(column[way] for column in columns)} |"
+        for method in columns[0]:
+            yield f"| {heads} | {method} | {' | '.join(column[method] for column in columns)} |"
 
 
 def _share(gpus: int, heads: int, kv_heads: int, width: int, kv_width: int) -> Share:
@@ -173,7 +173,7 @@ def _share(gpus: int, heads: int, kv_heads: int, width: int, kv_width: int) -> S
 
 
 def _ways(share: Share, ranks: Ranks) -> dict[str, str]:
-    """The bytes of each way, in words."""
+    """The bytes of each method, in words."""
     nodes, forward = ranks.size // ranks.intra, of_columns(share, Pass.FORWARD)
     steps = [of_columns(share, Pass.KV), of_rows(share)]
     ring = forward.around(ranks.size), min(step.around(ranks.size) for step in steps)
@@ -200,10 +200,10 @@ def _of_route(share: Share, degree: int, ranks: Ranks, *, outer: bool = False) -
     return forward, min(backward)
 
 
-def _fewest(ways: Mapping[str, Bytes]) -> str:
-    """The bytes of the way with fewest, and its name."""
-    name = min(ways, key=lambda name: sum(ways[name]))
-    return f"{_cell(ways[name])} ({name})"
+def _fewest(methods: Mapping[str, Bytes]) -> str:
+    """The bytes of the method with fewest, and its name."""
+    name = min(methods, key=lambda name: sum(methods[name]))
+    return f"{_cell(methods[name])} ({name})"
 
 
 def _cell(sent: Bytes) -> str:

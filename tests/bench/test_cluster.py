@@ -69,15 +69,17 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
 
 @needs_root
 def test_a_configuration_is_timed_beside_its_prediction():
-    ways = "backward=query | backward=kv"
-    case = ClusterCase(nodes=2, intra=1, intra_rate=4e6, inter_rate=4e6, tokens=64, ways=ways).with_compute(1)
+    compared = "backward=query | backward=kv"
+    case = ClusterCase(
+        nodes=2, intra=1, intra_rate=4e6, inter_rate=4e6, tokens=64, compared=compared
+    ).with_compute(1)
     results = run(ClusterCase, {"cell": case}, [], 3, "cpu")
     assert not results.errors and not results.refused, (results.errors, results.refused)
     table = results.tables["cell"]
     walls = table.column("wall")
-    assert walls.keys() == {*ways.split(" | ")}
-    for way, samples in walls.items():  # other work beside makes a run longer, never shorter
-        assert 0.8 * table[way, "predicted"][0] < median(samples)
+    assert walls.keys() == {*compared.split(" | ")}
+    for name, samples in walls.items():  # other work beside makes a run longer, never shorter
+        assert 0.8 * table[name, "predicted"][0] < median(samples)
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "topology.json"
@@ -91,13 +93,13 @@ def test_todays_predictions_are_within_15_per_cent_of_what_was_measured():
             continue
         case = ClusterCase(**results.cases[name])
         latency = table["message", "latency"][0]
-        for (way, meter), samples in table.items():
+        for (settings, meter), samples in table.items():
             if meter == "wall":
                 count += 1
-                # "auto", by the rule of its time, took the fastest way, or one as fast within 1 %.
-                seconds = topology.predicted(case, way, latency)
-                if way == topology.AUTO:
-                    seconds = min(c.seconds for c in topology.costed(case, way, latency))
+                # "auto", by the rule of its time, took the fastest route, or one as fast within 1 %.
+                seconds = topology.predicted(case, settings, latency)
+                if settings == topology.AUTO:
+                    seconds = min(c.seconds for c in topology.costed(case, settings, latency))
                 ratio = seconds / median(samples)
-                assert 1 / 1.15 <= ratio <= 1.15, (name, way)
+                assert 1 / 1.15 <= ratio <= 1.15, (name, settings)
     assert count == 366

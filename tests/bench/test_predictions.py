@@ -14,7 +14,7 @@ from burst_bench.core import World
 from burst_bench.published.against import (
     compare,
 )
-from burst_bench.published.methods import WAYS
+from burst_bench.published.methods import METHODS
 from burst_mcore.rates import CPU, RATES_FILE, Rates, default_rates
 from burst_plan.cli import app
 from burst_plan.machines import MACHINES
@@ -33,7 +33,7 @@ def report():
 
 
 def test_rows_that_were_not_used_for_calibration_are_predicted(report):
-    modelled = [one for one in report.compared if one.row.method in WAYS and not one.row.varlen]
+    modelled = [one for one in report.compared if one.row.method in METHODS and not one.row.varlen]
     assert len(modelled) == 341 and all(one.predicted is not None for one in modelled)
     assert report.median < 0.10
     for name in ("H100", "B200"):

@@ -11,7 +11,7 @@ from burst_bench.published.against import compare
 from burst_bench.published.training import of_row, predicted
 from burst_plan.step.figures import TABLE, errors_of, kind_of
 from burst_plan.step.model import PRESETS
-from burst_plan.step.way import Way
+from burst_plan.step.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "benchmarks" / "public"
@@ -25,14 +25,14 @@ def test_the_errors_that_are_told_are_those_of_todays_model():
         own = [one for one in rows if one.kind == errors.kind]
         assert len({one.measurement for one in own}) == errors.runs >= 1
         assert all(errors.low - 1e-3 < one.error < errors.high + 1e-3 for one in own)
-        assert errors_of(own[0].run.way, own[0].run.model) == errors
+        assert errors_of(own[0].run.plan, own[0].run.model) == errors
     read = json.loads((PUBLIC / "training.json").read_text())
     assert len(rows) == len(read) and all("@" in row["source"] or "/" in row["source"] for row in read)
 
 
 def test_rows_that_differ_in_an_assumption_are_one_run():
     rows = [one for one in judged(PUBLIC) if one.run.model.name == "llama3-405b"]
-    assert [one.run.way.recompute for one in rows] == ["none", "full"]
+    assert [one.run.plan.recompute for one in rows] == ["none", "full"]
     (errors,) = ranges(rows)
     assert errors.runs == 1 and errors.low < errors.high and errors.kind == "TP or PP"
     assert str(errors).startswith("predicted; on 1 public run of this kind (TP or PP) predictions were ")
@@ -52,13 +52,13 @@ def test_rows_that_differ_in_an_assumption_are_one_run():
 )
 def test_the_kind_of_a_way_follows_from_its_degrees(degrees, model, kind):
     sparse = replace(PRESETS["7b"], experts=8, active=2, expert_ffn=1024)
-    assert kind_of(Way(**degrees), sparse if model == "experts" else PRESETS[model]) == kind
+    assert kind_of(Plan(**degrees), sparse if model == "experts" else PRESETS[model]) == kind
 
 
 def _chart_row(**changes):
     """A row of DeepSpeed's chart, of its Ulysses on four A100s."""
     rows = json.loads((PUBLIC / "training.json").read_text())
-    row = next(row for row in rows if row["way"].get("cp") == 4 and "of_source" in row)
+    row = next(row for row in rows if row["plan"].get("cp") == 4 and "of_source" in row)
     return {**row, **changes}
 
 
@@ -76,7 +76,7 @@ def test_rows_that_no_run_describes_have_a_reason(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             of_row({**row, **changes})
-    for lacking in ("way", "model", "seq", "gpus", "metric", "value"):
+    for lacking in ("plan", "model", "seq", "gpus", "metric", "value"):
         with pytest.raises(ValueError, match=f"lacks a field: KeyError '{lacking}'"):
             of_row({name: value for name, value in row.items() if name != lacking})
     file = tmp_path / "rows.json"
@@ -88,7 +88,7 @@ def test_rows_that_no_run_describes_have_a_reason(tmp_path):
 
 def test_fpdt_fits_where_ulysses_does_not():
     ulysses = _chart_row(seq=2**20)
-    fpdt = {**ulysses, "way": {**ulysses["way"], "chunked": True, "tiled": True, "fused_loss": True}}
+    fpdt = {**ulysses, "plan": {**ulysses["plan"], "chunked": True, "tiled": True, "fused_loss": True}}
     assert [predicted(of_row(row)).fits for row in (fpdt, ulysses)] == [True, False]
 
 

@@ -7,7 +7,7 @@ from ranks import torchrun
 from typer.testing import CliRunner
 
 from burst_bench.core import of_kind
-from burst_bench.published.methods import NOT_MODELLED, WAYS
+from burst_bench.published.methods import METHODS, NOT_MODELLED
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
 
@@ -66,5 +66,5 @@ def test_torchrun_starts_the_ranks(tmp_path):
 def test_every_word_of_a_method_is_one_that_predictions_know():
     rows = [method.row for method in of_kind("attention") if method.row]
     assert len(rows) > 12
-    assert {row["method"] for row in rows} <= WAYS.keys() | NOT_MODELLED.keys()
-    assert {row["method"] for row in rows} >= set(WAYS) - {"loongtrain"}
+    assert {row["method"] for row in rows} <= METHODS.keys() | NOT_MODELLED.keys()
+    assert {row["method"] for row in rows} >= set(METHODS) - {"loongtrain"}

@@ -122,8 +122,8 @@ def test_keys_and_values_come_once_and_a_latent_fits(given, words):
             r"cu_seqlens_q: write .*Mask.documents\(cu_seqlens\).*; max_seqlen_q: write .*",
         ),
         ({"attn_mask": torch.ones(8, 8)}, "attn_mask: write .*mask=Mask.causal.*Mask.blocks"),
-        ({"alibi_slopes": None}, "alibi_slopes: biases of scores are not served"),
-        ({"attn_bias": None}, "attn_bias: biases of scores are not served"),
+        ({"alibi_slopes": None}, "alibi_slopes: biases of scores are not supported"),
+        ({"attn_bias": None}, "attn_bias: biases of scores are not supported"),
         ({"dropout_p": 0.1}, "dropout_p: scores are never dropped out"),
         ({"dropout": 0.1}, "dropout: scores are never dropped out"),
         ({"scale": 0.1}, "scale: write .*softmax_scale="),
@@ -253,7 +253,7 @@ FORWARD_MODE = {
     "make_dual": lambda function, q: _of_a_dual(function, q),
 }
 ONCE = "burst_attention can be differentiated once"
-NOT_SERVED = {  # and what is said: by us, or, where torch stops before it comes to us, by torch
+UNSUPPORTED = {  # and what is said: by us, or, where torch stops before it comes to us, by torch
     "jacfwd": (lambda function, q: torch.func.jacfwd(function)(q), "q has a tangent.*forward-mode"),
     "func.grad": (
         lambda function, q: torch.func.grad(lambda x: function(x).sum())(q),
@@ -285,16 +285,16 @@ def _asked_of_torch(rank, size):
             ask(of_q, p.q)
         with pytest.raises(ValueError, match="sinks has a tangent.*forward-mode"):
             ask(of_sinks, torch.zeros(p.q.shape[2]))
-    for name, (ask, words) in NOT_SERVED.items():
+    for name, (ask, words) in UNSUPPORTED.items():
         with pytest.raises((RuntimeError, ValueError), match=words):
             ask(of_q, p.q)
-            raise AssertionError(f"{name} is not served, and no error")
+            raise AssertionError(f"{name} is not supported, and no error")
     sharded = distribute_tensor(p.q.detach(), init_device_mesh("cpu", (size,)), [Shard(1)])
     with pytest.raises(ValueError, match=r"q is a DTensor: give the shard of this rank, q.to_local\(\)"):
         of_q(sharded)
 
 
-def test_derivatives_that_are_not_served_are_errors():
+def test_derivatives_that_are_not_supported_are_errors():
     processes(1, _asked_of_torch)
 
 

@@ -93,9 +93,9 @@ def test_any_mask_and_layout(seed):
         assert cut.pays or cut.position in (0, n)
     # The plan of the head has the pairs of queries before the cut, and no other.
     allowed = mask.allows(torch.arange(n), torch.arange(n)).sum(1)[: cut.position].sum()
-    of_head = plan_for(layout, mask, n, size).head(cut.position)
+    of_prefix = plan_for(layout, mask, n, size).prefix(cut.position)
     pairs = sum(
-        piece.pairs for q in range(size) for k in range(size) for piece in listed(of_head.pieces(q, k))
+        piece.pairs for q in range(size) for k in range(size) for piece in listed(of_prefix.pieces(q, k))
     )
     assert pairs == int(allowed)
 
@@ -105,7 +105,7 @@ def test_rows_that_are_read_end_at_the_cut():
     many = CAUSAL & Mask.documents(range(0, n + 1, 4))
     plan = plan_for(Layout("striped"), many, n, 4)
     assert plan.needed(0, 1, of_queries=False) == (range(n // 4),)
-    assert plan.head(n // 2).needed(0, 1, of_queries=False) == (range(n // 8),)
+    assert plan.prefix(n // 2).needed(0, 1, of_queries=False) == (range(n // 8),)
 
 
 @pytest.mark.parametrize("keep", [-0.1, 1.1, float("nan"), "half", True, None])

@@ -170,7 +170,7 @@ HOLD_KERNEL = """
 import pytest, tables
 for mask in (Mask.causal(), Mask.window(5, 2), Mask.causal() & Mask.documents([0, 7, 24])):
     assert_exact(mask, BurstConfig(kernel="plain"))
-with pytest.raises(ValueError, match="'plain' cannot serve this call: it has no softcap"):
+with pytest.raises(ValueError, match="'plain' does not support this call: it has no softcap"):
     q = torch.randn(1, 8, 2, 16)
     burst_attention(q, q, q, topology=Topology.single(), mask=Mask.causal(), softcap=3.0,
                     config=BurstConfig(kernel="plain"))

@@ -12,6 +12,8 @@ GONE = {
     "rotate, send": r"travels?|travelling|travelled",
     "CP group": r"sequence groups?",
     "max logits": r"largest scores?",
+    "supported": r"served",
+    "suffix": r"savedtail|tails?_of",
 }
 """By the word that stands in their place."""
 

@@ -1,4 +1,4 @@
-"""What Megatron's config and arguments ask of core attention: served, or refused by name."""
+"""What Megatron's config and arguments ask of core attention: supported, or refused by name."""
 
 import ast
 import importlib.util
@@ -47,17 +47,17 @@ def _passed_fields(module):
                         yield each.attr
 
 
-def test_every_field_that_megatrons_core_attentions_read_is_served_or_refused():
+def test_every_field_that_megatrons_core_attentions_read_is_supported_or_refused():
     read = {field for core in CORES for field in _read_fields(*core)}
     passed = {field for module in ATTENTIONS for field in _passed_fields(module)}
     assert len(read) > 15 and passed == {"softmax_scale", "v_head_dim"}
-    known = SERVED.keys() | REFUSED.keys()
+    known = SUPPORTED.keys() | REFUSED.keys()
     assert read | passed <= known, "say what becomes of these"
     if VERSION >= (0, 19):
-        assert SERVED.keys() - read - passed <= {"hierarchical_context_parallel_sizes", "init_method"}
+        assert SUPPORTED.keys() - read - passed <= {"hierarchical_context_parallel_sizes", "init_method"}
 
 
-SERVED = {
+SUPPORTED = {
     "apply_query_key_layer_scaling": "Megatron divides scores and multiplies them again: no change",
     "attention_backend": "the kernels that are allowed",
     "attention_softmax_in_fp32": "softmax is always in float32",
@@ -123,7 +123,7 @@ def _alike(changed):
 
 
 @pytest.mark.parametrize("name", VARIED)
-def test_served_fields_mean_what_they_mean_in_megatrons_own_attention(name):
+def test_supported_fields_mean_what_they_mean_in_megatrons_own_attention(name):
     beside = {"window_attn_skip_freq": ("window_size",)}.get(name, ())
     in_megatron(_alike, (name, *beside))
 
@@ -189,7 +189,7 @@ def test_a_version_of_flash_attention_is_obeyed_or_refused(monkeypatch):
     with pytest.raises(ValueError, match="flash4 contradicts --flash-attention-version 3: give one"):
         kernel("flash4", **pinned)
     stand_ins["flash3"].supports = lambda problem: "not installed"
-    with pytest.raises(ValueError, match=r"version 3: no kernel serves it \(.*not installed"):
+    with pytest.raises(ValueError, match=r"version 3: no kernel supports it \(.*not installed"):
         kernel(**pinned)
 
 

@@ -92,7 +92,7 @@ class _Assuming(torch.nn.Module):
     """A layer of which nothing is known."""
 
 
-SERVED = {"GPTModel", "HybridModel", "HybridStack", "LanguageModelEmbedding"}
+SUPPORTED = {"GPTModel", "HybridModel", "HybridStack", "LanguageModelEmbedding"}
 
 
 def _megatrons_models():
@@ -106,7 +106,7 @@ def _megatrons_models():
 
 
 @megatron_on(2)
-def test_every_model_of_megatrons_is_served_on_other_layouts_or_refused():
+def test_every_model_of_megatrons_is_supported_on_other_layouts_or_refused():
     from megatron.core.transformer.module import MegatronModule
 
     ring, models = config_of(Case(cp=2)), [*_megatrons_models()]
@@ -116,7 +116,7 @@ def test_every_model_of_megatrons_is_served_on_other_layouts_or_refused():
         for kind in models:
             module, refuses = kind.__new__(kind), layout == "striped" and config is ring
             words = f"striped does not go with {kind.__name__}"
-            is_refused = refuses and kind.__name__ not in SERVED
+            is_refused = refuses and kind.__name__ not in SUPPORTED
             with pytest.raises(ValueError, match=words) if is_refused else nullcontext():
                 MegatronModule.__init__(module, config)
 

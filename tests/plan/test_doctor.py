@@ -16,7 +16,7 @@ from burst_plan.cli import app
 from burst_plan.machines import MACHINES
 from burst_plan.step.memory import stack, total
 from burst_plan.step.model import PRESETS
-from burst_plan.step.way import Way
+from burst_plan.step.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,9 +48,9 @@ def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
     config = {**config_of(3, 8), "bf16": {"enabled": True}}
     done = _doctor(tmp_path, config, "--device", "h100", "--seq", "1M", "--world", "64", "--per-node", "8")
     assert done.exit_code == 0, done.output
-    assert "kernel on H100, bfloat16: the first installed that serves, of flash3" in done.output
+    assert "kernel on H100, bfloat16: the first installed that supports the call, of flash3" in done.output
     plain = _doctor(tmp_path, config_of(3, 8), "--device", "h100", "--seq", "64K", "--world", "8")
-    assert "kernel on H100, float32: the first installed that serves, of triton\n" in plain.output
+    assert "kernel on H100, float32: the first installed that supports the call, of triton\n" in plain.output
     assert re.search("memory of a rank: about .* GB .*8.03 billion parameters; there are 80 GB", done.output)
     assert "optimizer" in done.output
     trainers = {**config, "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
@@ -70,8 +70,8 @@ def test_one_model_says_the_memory_of_a_rank(tmp_path):
     words = ("--model", "llama3-8b", "--seq", "128K", "--world", "8")
     told = _doctor(tmp_path, config, *words, "--device", "h100").output
     side = re.search(r"attention: .* backward (\w+)", told)[1]
-    sizes, way = PRESETS["llama3-8b"], Way(framework="deepspeed", cp=8, zero=3)
-    one, two = (total(stack(sizes, way, n, side)) / 1e9 for n in (2**17, 2**18))
+    sizes, plan = PRESETS["llama3-8b"], Plan(framework="deepspeed", cp=8, zero=3)
+    one, two = (total(stack(sizes, plan, n, side)) / 1e9 for n in (2**17, 2**18))
     assert f"memory of a rank: about {one:.0f} GB" in told
     assert "80 GB, 78 of them for tensors: it does not" in told
     assert told.count("memory of a rank") == 1

@@ -26,15 +26,15 @@ from burst_plan.step.memory import shard_of, stack
 from burst_plan.step.model import PRESETS, from_config, model_of
 from burst_plan.step.model.mixers import CHUNK, NONE
 from burst_plan.step.parts import layers
+from burst_plan.step.plan import Plan, why_not
 from burst_plan.step.planned import planned, text
 from burst_plan.step.recurrence import exchanges, work
 from burst_plan.step.search import search
-from burst_plan.step.way import Way, why_not
 
 QWEN, NEMOTRON = PRESETS["qwen3-next-80b-a3b"], PRESETS["nemotron-h-8b"]
 H100 = MACHINES["H100"]
 PLACE = Cluster.of(H100, Ranks(16, 8), "H100 2x8")
-WAY = Way(framework="deepspeed", cp=16, zero=3, recompute="full")
+PLAN = Plan(framework="deepspeed", cp=16, zero=3, recompute="full")
 
 
 def sizes_of(config):
@@ -67,7 +67,7 @@ def built(name, further):
 
 
 def test_parameters_are_those_of_transformers():
-    """And every mixer that is served is counted, in whatever way a configuration names its layers."""
+    """And every mixer that is supported is counted, in whatever way a configuration names its layers."""
     classes = set()
     for name, further in [*((name, {}) for name in EVERY), *MANY.items()]:
         config, whole = built(name, further)
@@ -195,7 +195,7 @@ def test_bytes_are_those_of_the_programs_and_of_the_kernels_states(name, layout)
 def test_attention_counts_in_the_layers_that_have_it():
     """Beside the same sizes in which every layer attends."""
     dense = replace(QWEN, mixer=NONE, without_attention=0)
-    hybrid, plain = (step(model, WAY, 2**18, PLACE).times for model in (QWEN, dense))
+    hybrid, plain = (step(model, PLAN, 2**18, PLACE).times for model in (QWEN, dense))
     for part in ("attention forward", "attention backward"):
         assert hybrid.compute[part] == pytest.approx(plain.compute[part] / 4)
     assert hybrid.exposed["ring"] == pytest.approx(plain.exposed["ring"] / 4)
@@ -206,31 +206,31 @@ def test_attention_counts_in_the_layers_that_have_it():
     matrices = 36 * (QWEN.projections - QWEN.mixer.multiplied)
     assert dense.flops(2**17) - QWEN.flops(2**17) == pytest.approx(pairs + 6 * matrices)
     kept: dict[str, float] = {}
-    shard = shard_of(NEMOTRON, replace(WAY, recompute="none"), 2**18)
-    for share, parts in layers(NEMOTRON, replace(WAY, recompute="none"), shard):
+    shard = shard_of(NEMOTRON, replace(PLAN, recompute="none"), 2**18)
+    for share, parts in layers(NEMOTRON, replace(PLAN, recompute="none"), shard):
         for part in parts:
             kept[part.name] = kept.get(part.name, 0.0) + 52 * share * part.kept
     own = work(NEMOTRON.mixer, "zigzag", 2**18, 16)
     assert kept["Mamba 2"] == pytest.approx(24 * (2 * shard.tokens * own.kept + own.states))
     assert kept["norms"] == pytest.approx(52 * 8 * shard.tokens * 4096)
     assert kept["MLP"] == pytest.approx(24 * 4 * shard.tokens * 21504)
-    held = stack(QWEN, replace(WAY, recompute="attention"), 2**18)["kept attention"]
-    assert held == pytest.approx(12 * shard_of(QWEN, WAY, 2**18).result_bytes)
+    held = stack(QWEN, replace(PLAN, recompute="attention"), 2**18)["kept attention"]
+    assert held == pytest.approx(12 * shard_of(QWEN, PLAN, 2**18).result_bytes)
 
 
 def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
     answer = search(NEMOTRON, 2**17, 1, PLACE, mask="causal & window:4096")
     assert {one.attention.layout for one in answer.ranked} <= {"zigzag", "contiguous"}
-    assert {one.way.framework for one in answer.ranked} == {"deepspeed"}
-    reason = why_not(Way(cp=16), NEMOTRON, 2**17, PLACE.ranks)
+    assert {one.plan.framework for one in answer.ranked} == {"deepspeed"}
+    reason = why_not(Plan(cp=16), NEMOTRON, 2**17, PLACE.ranks)
     assert reason == "layers with a Mamba 2 are Megatron's own there: their exchange is not predicted"
-    shard = shard_of(NEMOTRON, WAY, 2**17)
+    shard = shard_of(NEMOTRON, PLAN, 2**17)
     free, whole = (
         attention(shard, 2**17, Ranks(2, 2), H100.rates, "dilated:64,2", layouts=tried)
         for tried in (LAYOUTS, UNSCATTERED)
     )
     assert (free.layout, whole.layout) == ("striped", "contiguous")
-    predicted = step(NEMOTRON, replace(WAY, cp=2), 2**17, replace(PLACE, ranks=Ranks(2, 2)), "dilated:64,2")
+    predicted = step(NEMOTRON, replace(PLAN, cp=2), 2**17, replace(PLACE, ranks=Ranks(2, 2)), "dilated:64,2")
     assert predicted.attention.layout == whole.layout
     words = text(planned("nemotron-h-8b", "128K", "h100:2x8", None, None), 3)
     assert "layers: 4 with attention, 24 with a Mamba 2; each of these has 110 million parameters" in words

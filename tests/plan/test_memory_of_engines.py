@@ -15,7 +15,7 @@ import burst_mcore.deepspeed as burst
 from burst_mcore.attention.runtime import buffers
 from burst_plan.step.memory import ON_CPU, moments, states, total
 from burst_plan.step.model import from_config
-from burst_plan.step.way import Way
+from burst_plan.step.plan import Plan
 
 RANKS, TOKENS = 2, 1536  # few, and a small model: many CPUs multiply bfloat16 60 times slower
 
@@ -40,25 +40,25 @@ class Setting:
         """Bytes of a rank before a step, and at the peak of its backward."""
         found = {
             name: sum(map(total, stacks))
-            for name, stacks in moments(self.sizes, self.way, TOKENS, "query", chunks=ON_CPU)
+            for name, stacks in moments(self.sizes, self.plan, TOKENS, "query", chunks=ON_CPU)
         }
-        between = states(self.sizes, self.way)
+        between = states(self.sizes, self.plan)
         if self.zero < 3:  # DeepSpeed lets gradients go after a step, but those of ZeRO-3
             between["gradients"] = 0
         return total(between), max(found.values())
 
     @property
     def gradients(self):
-        return states(self.sizes, self.way)["gradients"]
+        return states(self.sizes, self.plan)["gradients"]
 
     @property
     def sizes(self):
         return from_config(self.config.to_dict(), "model")
 
     @property
-    def way(self):
+    def plan(self):
         settings = {"zero": self.zero, "recompute": self.recompute, "fused_loss": self.fused_loss}
-        return Way(framework="deepspeed", cp=RANKS, **settings)
+        return Plan(framework="deepspeed", cp=RANKS, **settings)
 
 
 FAST = [

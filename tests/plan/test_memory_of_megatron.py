@@ -16,7 +16,7 @@ from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
 from burst_mcore.megatron import cpu
 from burst_plan.step.memory import ON_CPU, moments, total
 from burst_plan.step.model import Model
-from burst_plan.step.way import Way
+from burst_plan.step.plan import Plan
 
 
 class Setting(NamedTuple):
@@ -50,8 +50,8 @@ class Setting(NamedTuple):
                      expert_ffn=self.expert_ffn)  # fmt: skip
 
     @property
-    def way(self) -> Way:
-        return Way(tp=self.tp, cp=self.cp, zero=0, recompute=self.recompute, keep=self.keep,
+    def plan(self) -> Plan:
+        return Plan(tp=self.tp, cp=self.cp, zero=0, recompute=self.recompute, keep=self.keep,
                    fused_loss=self.fused_loss, local=True, offload_optimizer=True)  # fmt: skip
 
     @property
@@ -170,7 +170,7 @@ def test_memory_is_that_of_the_tensors_of_a_step(tp, cp):
         found = {
             name: sum(map(total, stacks))
             for name, stacks in moments(
-                setting.model, setting.way, setting.seq, setting.direction, chunks=ON_CPU
+                setting.model, setting.plan, setting.seq, setting.direction, chunks=ON_CPU
             )
         }
         predicted = found["forward"], max(found.values())

@@ -125,7 +125,7 @@ def test_the_doctor_takes_the_models_window(tmp_path):
     for window in (None, 4096):
         config = {**LLAMA, "model_type": "mistral", "sliding_window": window}
         lines = doctor_of(tmp_path, config, 4, "--seq", "64K", "--device", "a800")
-        told.append([line for line in lines if line.startswith(("way", "step"))])
+        told.append([line for line in lines if line.startswith(("route", "step"))])
     assert not any(line.startswith("note") for line in lines)
     assert all(a != b for a, b in zip(*told, strict=True)) and len(told[1]) == 2
 

@@ -117,7 +117,7 @@ WRONG = {
     "no Megatron": (lambda tree: shutil.rmtree(tree / "megatron"), "is no tree of Megatron"),
     "an older version": (
         lambda tree: edit(tree / "megatron/core/package_info.py", "MINOR = 1", "MINOR = 0#"),
-        "the patches serve 0.16.1 to 0.20",
+        "the patches support 0.16.1 to 0.20",
     ),
     "another call": (
         lambda tree: edit(tree / ATTENTION, "config=tmp_config,", "config=tmp_config, more=1,"),

@@ -68,20 +68,20 @@ def test_a_reason_says_what_the_recommended_way_does(answers):
     for answer in answers.values():
         chosen, reason = answer.chosen, answer.reason
         if chosen is None:
-            assert reason.startswith("no way fits") and not answer.ranked
+            assert reason.startswith("no plan fits") and not answer.ranked
             continue
         close = [one for one in answer.ranked if one.seconds <= AS_FAST * answer.ranked[0].seconds]
-        assert reason.startswith(f"{chosen.way} is fastest") and chosen in close
+        assert reason.startswith(f"{chosen.plan} is fastest") and chosen in close
         assert ("equally fast" in reason) == (len(close) > 1)
         exposed = chosen.times.exposed
         assert f"{sum(exposed.values()) / chosen.seconds:.0%} of a step" in reason
         if most := re.search(r"\(most: ([^)]*)\)", reason):
             assert exposed[most[1]] == max(exposed.values())
-        offloads = chosen.way.offload_optimizer or chosen.way.offload_activations
+        offloads = chosen.plan.offload_optimizer or chosen.plan.offload_activations
         assert ("without offload" in reason) == offloads
         slower = answer.ranked[len(close) :]
         compared, _, trust = reason.rpartition(". ")
-        assert (f"{slower[0].way} takes" in compared) if slower else compared.endswith(("fits", "as fast"))
+        assert (f"{slower[0].plan} takes" in compared) if slower else compared.endswith(("fits", "as fast"))
         assert trust == f"Its speed is {chosen.errors}"
         told += 1
     assert told >= 7 and any("without offload" in one.reason for one in answers.values())
@@ -91,34 +91,34 @@ def test_a_reason_stands_where_the_host_has_the_faster_memory(tmp_path):
     slow = tmp_path / "rates.json"
     Rates(compute=1e14, intra=1e11, inter=2e10, latency=1e-5, memory=1e9).save(slow)
     answer = planned(_folder(tmp_path, "llama"), "4K", "h200:1x8", 8, slow)
-    assert answer.chosen.way.offload_optimizer and "without offload it takes" in answer.reason
+    assert answer.chosen.plan.offload_optimizer and "without offload it takes" in answer.reason
 
 
 def test_what_is_pasted_is_read_as_it_was_predicted(answers):
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     parser = add_arguments(arguments.add_megatron_arguments(parser))
-    ways = [one for each in answers.values() for one in (each.best_of("megatron"), *each.ranked[:40:20])]
-    pasted = {str(one.way): one for one in ways if one is not None}
-    assert any(one.way.ep > 1 for one in pasted.values())
+    plans = [one for each in answers.values() for one in (each.best_of("megatron"), *each.ranked[:40:20])]
+    pasted = {str(one.plan): one for one in plans if one is not None}
+    assert any(one.plan.ep > 1 for one in pasted.values())
     for one in pasted.values():
-        if one.way.framework == "deepspeed":
+        if one.plan.framework == "deepspeed":
             section = section_of(deepspeed_config(one))
             assert str(section.attention.layout) == one.attention.layout
             continue
         read = parser.parse_args(shlex.split(" ".join(megatron_flags(one))))
-        assert (read.expert_model_parallel_size or 1) == one.way.ep
-        assert read.seq_length >= one.seq and read.global_batch_size == one.way.dp * one.way.micro
-        if one.way.cp > 1:
+        assert (read.expert_model_parallel_size or 1) == one.plan.ep
+        assert read.seq_length >= one.seq and read.global_batch_size == one.plan.dp * one.plan.micro
+        if one.plan.cp > 1:
             assert burst_config(read).ring == one.attention.ring
 
 
 def test_where_nothing_fits_the_reason_says_what_would(tmp_path):
     answer = planned("llama3-8b", "64M", "h100:1x8", 1, None)
     length = max(seq for seq, _ in answer.lengths.values())
-    assert answer.reason.startswith(f"no way fits {64 * 2**20} tokens; {length} tokens would fit (")
+    assert answer.reason.startswith(f"no plan fits {64 * 2**20} tokens; {length} tokens would fit (")
     answer = planned("llama3-405b", "64K", "h100:1x8", 1, None)
-    assert answer.reason == "no way fits 65536 tokens; nor does any way fit a shorter sequence"
+    assert answer.reason == "no plan fits 65536 tokens; nor does any plan fit a shorter sequence"
     shown = text(answer, 3)
     assert answer.reason in shown.splitlines() and "recommended" not in shown
     assert "longest sequence, megatron: none fits" in shown and "longest sequence, deepspeed: none" in shown
@@ -191,17 +191,17 @@ def test_the_doctor_reviews_megatrons_arguments():
 def test_every_speed_comes_with_the_errors_of_its_kind(tmp_path):
     asked = ["plan", "--model", "7b", "--seq", "128K", "--cluster", "a800:1x8"]
     done = CliRunner().invoke(app, [*asked, "--top", "3", "--json", str(tmp_path / "plan.json")])
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    ways = [*plan["ways"], plan["recommended"]]
-    assert len(ways) > 50
-    for way in ways:
-        kind = "TP or PP" if re.search("TP|PP", way["words"]) else "long context"
-        errors = way["errors"]
+    answer = json.loads((tmp_path / "plan.json").read_text())
+    plans = [*answer["plans"], answer["recommended"]]
+    assert len(plans) > 50
+    for plan in plans:
+        kind = "TP or PP" if re.search("TP|PP", plan["words"]) else "long context"
+        errors = plan["errors"]
         assert errors["kind"] == kind and errors["runs"] > 0 and errors["low"] < errors["high"]
         assert errors["words"].endswith(f"were {errors['range']} off the measured speed")
-    assert {way["errors"]["kind"] for way in ways} == {"TP or PP", "long context"}
-    assert plan["reason"].count("public runs of this kind") == 1
+    assert {plan["errors"]["kind"] for plan in plans} == {"TP or PP", "long context"}
+    assert answer["reason"].count("public runs of this kind") == 1
     assert re.search(r"tokens/s/GPU +off by +MFU", done.output)
-    assert f"speeds: {plan['recommended']['errors']['words']}" in done.output
+    assert f"speeds: {answer['recommended']['errors']['words']}" in done.output
     fsdp = CliRunner().invoke(app, [*asked[:-4], "--seq", "8K", *asked[-2:], "--batch", "16", "--top", "1"])
     assert "of this kind (dense FSDP)" in fsdp.output

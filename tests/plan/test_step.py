@@ -25,9 +25,9 @@ from burst_plan.step.advice import megatron_flags
 from burst_plan.step.figures import Cluster
 from burst_plan.step.memory import ON_CPU, moments, shard_of, stack, states, total
 from burst_plan.step.model import PRESETS, from_config
+from burst_plan.step.plan import Plan, why_not
 from burst_plan.step.planned import planned, recommendation
 from burst_plan.step.search import least, search
-from burst_plan.step.way import Way, why_not
 from burst_plan.words import mask_of
 
 A800 = MACHINES["A800"]
@@ -52,16 +52,16 @@ def test_mfu_is_the_formula_of_the_papers_results():
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_stage_of_zero_shards_one_more_state(stage):
     whole, sharded = (
-        states(PRESETS["7b"], Way(framework="deepspeed", cp=8, zero=zero)) for zero in (0, stage)
+        states(PRESETS["7b"], Plan(framework="deepspeed", cp=8, zero=zero)) for zero in (0, stage)
     )
     names = ["optimizer", "gradients", "weights"]
     assert [whole[n] / sharded[n] for n in names] == [8.0] * stage + [1.0] * (3 - stage)
 
 
 def test_memory_falls_with_what_is_computed_again_and_with_what_is_offloaded():
-    way = Way(framework="deepspeed", cp=8, zero=3, recompute="none")
-    kept = [replace(way, recompute=word, keep=0.5) for word in ("attention", "segment", "full")]
-    sizes = [total(stack(PRESETS["7b"], one, 2**18)) for one in (way, *kept)]
+    plan = Plan(framework="deepspeed", cp=8, zero=3, recompute="none")
+    kept = [replace(plan, recompute=word, keep=0.5) for word in ("attention", "segment", "full")]
+    sizes = [total(stack(PRESETS["7b"], one, 2**18)) for one in (plan, *kept)]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     host = replace(kept[0], offload_activations=True)
     assert total(stack(PRESETS["7b"], host, 2**18)) < sizes[1]
@@ -79,8 +79,8 @@ def test_a_steps_parts_are_its_time(answer):
 
 
 def test_a_sequence_a_little_longer_than_the_longest_does_not_fit(answer):
-    for seq, way in answer.lengths.values():
-        sizes = [total(least(PRESETS["7b"], way, n)) for n in (seq, int(seq * 1.02))]
+    for seq, plan in answer.lengths.values():
+        sizes = [total(least(PRESETS["7b"], plan, n)) for n in (seq, int(seq * 1.02))]
         assert sizes[0] <= PLACE.usable < sizes[1]
 
 
@@ -89,7 +89,7 @@ def test_every_way_is_ranked_or_has_a_reason(answer):
     assert any(why.startswith("out of memory") for _, why in answer.infeasible)
     found = json.loads(json.dumps(answer.as_json()))
     assert found["recommended"]["fits"] and set(found["paste"]) == {"megatron", "deepspeed"}
-    assert len(found["ways"]) == len(answer.ranked)
+    assert len(found["plans"]) == len(answer.ranked)
 
 
 def test_megatron_knows_every_flag_that_is_read_or_advised(answer):
@@ -114,10 +114,10 @@ def test_a_plan_prints_and_writes_a_recommendation(tmp_path):
 
 def test_ranks_that_do_not_go_evenly_have_a_reason():
     model, ranks = PRESETS["7b"], Ranks(32, 8)
-    assert "are not the 32" in why_not(Way(cp=8), model, 2**17, ranks)
-    assert "do not divide 40 layers" in why_not(Way(pp=32), PRESETS["14b"], 2**17, ranks)
-    assert "multiples of the stages" in why_not(Way(cp=16, pp=2, chunks=2), model, 2**17, ranks)
-    assert why_not(Way(cp=16, pp=2, chunks=2, micro=2), model, 2**17, ranks) is None
+    assert "are not the 32" in why_not(Plan(cp=8), model, 2**17, ranks)
+    assert "do not divide 40 layers" in why_not(Plan(pp=32), PRESETS["14b"], 2**17, ranks)
+    assert "multiples of the stages" in why_not(Plan(cp=16, pp=2, chunks=2), model, 2**17, ranks)
+    assert why_not(Plan(cp=16, pp=2, chunks=2, micro=2), model, 2**17, ranks) is None
 
 
 SIZES = {"hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 6, "use_cache": False}
@@ -160,12 +160,12 @@ def _bytes_of_transformers(transformers, config, recompute, fused_loss):
         loss = model(input_ids=tokens, labels=tokens).loss
         forward = live.live
         loss.backward()
-    way = Way(framework="deepspeed", zero=0, recompute=recompute, fused_loss=fused_loss,
+    plan = Plan(framework="deepspeed", zero=0, recompute=recompute, fused_loss=fused_loss,
               offload_optimizer=True)  # fmt: skip
     sizes = from_config(config.to_dict(), "model")
     assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
     found = {
-        name: sum(map(total, stacks)) for name, stacks in moments(sizes, way, 1536, "query", chunks=ON_CPU)
+        name: sum(map(total, stacks)) for name, stacks in moments(sizes, plan, 1536, "query", chunks=ON_CPU)
     }
     return (found["forward"], max(found.values())), (forward, live.peak)
 
@@ -174,7 +174,7 @@ def _bytes_of_transformers(transformers, config, recompute, fused_loss):
 def test_a_plan_names_the_way_of_the_calls_rule_and_settings_where_it_is_behind(mask, behind):
     answer = planned("7b", "256K", "a800:4x8", 1, None, mask)
     runs, (line,) = answer.chosen.attention, [x for x in recommendation(answer) if x.startswith("rule of")]
-    shard = replace(shard_of(answer.model, answer.chosen.way, answer.seq), tokens=2**18 // 32)
+    shard = replace(shard_of(answer.model, answer.chosen.plan, answer.seq), tokens=2**18 // 32)
     where = Ranks(32, 8), answer.place.rates
     question = Question(shard, Layout.of(runs.layout), mask_of(mask, 2**18), 2**18, *where)
     config = BurstConfig(head_parallel="auto", layout=runs.layout)

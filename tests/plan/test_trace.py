@@ -87,7 +87,7 @@ def test_explain_says_what_a_call_does_by_default_and_by_auto(cluster, mask, seq
         row = next(cells for marks, cells in rows.items() if mark in marks)
         assert row[1] == str(route.heads) and f"{chosen.seconds * 1e3:.4g}" in row
     least = min(each.seconds for each in costed(BurstConfig(head_parallel="auto"), question))
-    assert f"takes {chosen.seconds / least - 1:.1%} longer than the fastest simulated" in done.output
+    assert f"takes {chosen.seconds / least - 1:.1%} longer than the simulated best" in done.output
     named = [line for line in lines if line.startswith("by name: ring=")]
     assert len(named) == ("!" in "".join(rows)) == (chosen.seconds > AS_FAST * least)
 

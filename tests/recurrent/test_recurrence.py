@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_mcore import Layout, Topology, shard
 from burst_mcore.recurrent import Shards, convolution, exchange, recurrence
-from burst_mcore.recurrent.bound import _served
+from burst_mcore.recurrent.bound import _options
 from burst_mcore.recurrent.kernels import LAST, delta_rule, elementwise, gated, linear_attention, mamba2
 
 
@@ -379,9 +379,9 @@ def test_options_of_a_mixer_that_a_kernel_over_shards_would_not_get_are_refused(
 
     of_model = {"g": None, "num_items_in_batch": 3, "use_qk_l2norm_in_kernel": True}
     known = {"use_qk_l2norm_in_kernel": True}
-    assert _served(chunk_kda, of_model, LAST, *known) == known
+    assert _options(chunk_kda, of_model, LAST, *known) == known
     with pytest.raises(ValueError, match=words):
-        _served(chunk_kda, of_model | given, LAST, *known)
+        _options(chunk_kda, of_model | given, LAST, *known)
 
 
 def alone_trained(rank, size, layout):

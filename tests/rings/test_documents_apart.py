@@ -52,7 +52,7 @@ def _poisoned(draw, p, first, last):
 
 
 def _options(draw, kernel):
-    """Other arguments of the call that the kernel serves, each now and then."""
+    """Other arguments of the call that the kernel supports, each now and then."""
     options = {
         "sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]),
         "softcap": 5.0,

@@ -115,7 +115,7 @@ def _of_ranks(rank, size, folder, cases):
         replace_context_parallel(config={"layout": "zigzag" if "hybrid" in options else "striped"})
         found.append(_trained(folder, CP, **options))
     forget()
-    with pytest.raises(RefusedError, match=r"\(loss\): label_smoothing_factor is not served"):
+    with pytest.raises(RefusedError, match=r"\(loss\): label_smoothing_factor is not supported"):
         _trained(folder, CP, **cases[0], label_smoothing_factor=0.1)
     return found
 

@@ -13,7 +13,7 @@ from ranks import processes
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.served import use_burst
+from burst_mcore.transformers.models.supported import use_burst
 
 
 def outcomes(rank: int, size: int, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:

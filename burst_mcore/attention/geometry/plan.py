@@ -171,13 +171,13 @@ class Plan:
         ends = self.stretches(ring_rank, member)
         return tuple(stretch.rows for stretch in ends)
 
-    def head(self, cut: int) -> Plan:
+    def prefix(self, cut: int) -> Plan:
         """Return the plan of the prefix of queries before global position `cut`; later queries see no key."""
         if cut >= self.n:
             return self
-        key = "head", cut
+        key = "prefix", cut
         if key not in self.cache:
-            mask = self.mask & head_mask(cut, self.n)
+            mask = self.mask & prefix_mask(cut, self.n)
             self.cache[key] = plan_of(self.layout, mask, self.n, self.placement)
         head: Plan = self.cache[key]
         return head
@@ -315,7 +315,7 @@ def plan_of(layout: Layout, mask: Mask, n: int, placement: Placement) -> Plan:
     return Plan(layout, mask, n, placement)
 
 
-def head_mask(cut: int, n: int) -> Mask:
+def prefix_mask(cut: int, n: int) -> Mask:
     """Return the mask of the prefix before position `cut` of n: later queries see no key."""
     return Mask.ranges([[0, cut]], [[0, n]]) if cut else Mask.ranges([], [])
 

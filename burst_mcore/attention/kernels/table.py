@@ -81,7 +81,7 @@ def choose(name: str, problem: Problem) -> Kernel:
         kernel = _of_mask(name, problem)
         reason = kernel.supports(problem)
         if reason is not None:
-            raise ValueError(f"kernel {name!r} cannot serve this call: {reason}")
+            raise ValueError(f"kernel {name!r} does not support this call: {reason}")
         logger.info("kernel %s for %s, as asked", name, problem)
         return kernel
     refusals: list[str] = []
@@ -93,7 +93,7 @@ def choose(name: str, problem: Problem) -> Kernel:
             logger.log(level, "kernel %s for %s%s", kernel.name, problem, _why(kernel, problem, refusals))
             return kernel
         refusals.append(f"{kernel.name}: {reason}")
-    raise ValueError(f"no kernel serves this call{_because(refusals)}")
+    raise ValueError(f"no kernel supports this call{_because(refusals)}")
 
 
 def taking_delta(name: str, problem: Problem) -> Kernel:

@@ -105,7 +105,7 @@ class BurstSPDataLoaderAdapter(ShardedLoader):
             name = "dispatch_batches=False for a streamed dataset"
         else:
             return
-        text = f"Accelerate's {name} is not served with several CP groups: leave it out"
+        text = f"Accelerate's {name} is not supported with several CP groups: leave it out"
         raise RefusedError("loader", text)
 
     def _load(self, batches: Iterator[Any]) -> Any:

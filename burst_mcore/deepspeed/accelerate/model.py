@@ -76,7 +76,7 @@ def _read(size: int) -> Section:
     except ValueError:  # nobody made an Accelerator
         raise RefusedError(
             "Accelerate",
-            "replace_ulysses() serves Accelerate: make its Accelerator first. Without Accelerate use "
+            "replace_ulysses() is for Accelerate: make its Accelerator first. Without Accelerate use "
             "burst_mcore.deepspeed.initialize",
         ) from None
     if plugin is None:

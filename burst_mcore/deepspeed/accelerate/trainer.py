@@ -13,7 +13,7 @@ from burst_mcore.deepspeed.accelerate.loader import adapter_of
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.wrap import around, while_set
 
-SERVED = {
+SUPPORTED = {
     *(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer" for kind in ("SFT", "DPO", "KTO")),
     "trl.experimental.kto.KTOTrainer",
 }
@@ -87,7 +87,7 @@ def loss_of_whole_sequences(
     asked = {"label_smoothing_factor": self.label_smoother, "compute_loss_func": self.compute_loss_func}
     for name, own in asked.items():
         if own is not None:
-            raise RefusedError("loss", f"the Trainer's {name} is not served: the loss is the model's own")
+            raise RefusedError("loss", f"the Trainer's {name} is not supported: the loss is the model's own")
     if num_items_in_batch is not None and self.model.training:  # without a label: no gradient
         num_items_in_batch = num_items_in_batch.clamp(min=1)
     with while_set(self.accelerator.parallelism_config, sp_backend=None):  # by which it knows Ulysses
@@ -97,9 +97,9 @@ def loss_of_whole_sequences(
 def _refuse_other_trainers(kind: type) -> None:
     """Raise RefusedError for a trainer of TRL whose loss over shards is not known, or a subclass of one."""
     names = [f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")]
-    if names and names[0] not in SERVED:
+    if names and names[0] not in SUPPORTED:
         raise RefusedError(
             "trainer",
-            f"{kind.__name__} is not served over CP groups. Of TRL these are: "
-            f"{', '.join(sorted({served.rsplit('.')[-1] for served in SERVED}))}",
+            f"{kind.__name__} is not supported over CP groups. Of TRL these are: "
+            f"{', '.join(sorted({each.rsplit('.')[-1] for each in SUPPORTED}))}",
         )

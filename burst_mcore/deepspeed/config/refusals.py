@@ -51,7 +51,7 @@ def refuse_config(config: Mapping[str, Any], mesh_param: Any = None) -> None:
         raise RefusedError("pipeline", "pipeline stages are not supported beside CP groups")
     tensor = part(config, "tensor_parallel").get("autotp_size", 0)
     if tensor and tensor > 1:
-        raise RefusedError("tensor_parallel", f'"autotp_size": {tensor} is not served beside CP groups')
+        raise RefusedError("tensor_parallel", f'"autotp_size": {tensor} is not supported beside CP groups')
 
 
 def refuse_autos(config: Mapping[str, Any]) -> None:

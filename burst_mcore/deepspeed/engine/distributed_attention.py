@@ -30,7 +30,7 @@ class BurstDistributedAttention(nn.Module):
         config: its layout must be the caller's; by default sequences are sharded in contiguous parts.
 
     Raises:
-        RefusedError: dimensions, dropout, or further arguments that it cannot serve.
+        RefusedError: dimensions, dropout, or further arguments that it does not support.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def use_options(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "burst_fused_loss", False):
         for model in language_models():
             wrap(model, "__init__", _fused)
-        wrap(LanguageModule, "__init__", _served_alone)
+        wrap(LanguageModule, "__init__", _supported_alone)
 
 
 @around
@@ -93,10 +93,10 @@ def _fused(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> N
 
 
 @around
-def _served_alone(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def _supported_alone(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of all language models: a class without a fused loss raises."""
     if not _fuses(self):
-        raise ValueError(f"--burst-fused-loss serves GPTModel and HybridModel, not {type(self).__name__}")
+        raise ValueError(f"--burst-fused-loss supports GPTModel and HybridModel, not {type(self).__name__}")
     init(self, *args, **kwargs)
 
 

@@ -1,6 +1,6 @@
-"""Models of transformers over shards: which are served, their attention, positions and recompute.
+"""Models of transformers over shards: which are supported, their attention, positions and recompute.
 
-served         whether a model can be served; burst's attention put in
+supported      whether a model can be supported; burst's attention put in
 attention      attention and masks of transformers, by BurstAttention; the masks of recurrences
 rotary         rotary embeddings whose frequencies depend on the length
 sequence       the hooks around a model's forward; whole outputs from those of shards

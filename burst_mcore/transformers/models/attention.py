@@ -106,7 +106,7 @@ class LayerMask:
         keys = key if isinstance(key, tuple) else (key,)
         whole = (slice(None), slice(0, None))
         if not all(k is Ellipsis or (isinstance(k, slice) and k in whole) for k in keys):
-            raise RefusedError("mask", f"the model takes a part of a layer's mask, [{key}]: not served")
+            raise RefusedError("mask", f"the model takes a part of a layer's mask, [{key}]: not supported")
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -218,13 +218,13 @@ def _read(function: Any, row: int, ends: tuple[int, ...]) -> Mask:
         case "padding_mask_function":
             return Mask.full()  # checked to hide nothing
         case _:
-            raise RefusedError("mask", f"the model asks for a mask that is not served: {name}")
+            raise RefusedError("mask", f"the model asks for a mask that is not supported: {name}")
 
 
 def _blocks(ids: Tensor, row: int, ends: tuple[int, ...]) -> Mask:
     """Return the mask in which the tokens of a document that have one id, 0 or more, see each other."""
     if len(ids) != ends[-1] and bool((ids >= 0).any()):
-        raise RefusedError("mask", f"the model makes blocks of {len(ids)} of {ends[-1]} tokens: not served")
+        raise RefusedError("mask", f"unsupported: the model makes blocks of {len(ids)} of {ends[-1]} tokens")
     numbers, counts = (x.tolist() for x in ids.unique_consecutive(return_counts=True))
     same: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, (first, last) in zip(numbers, pairwise(accumulate(counts, initial=0)), strict=True):
@@ -299,8 +299,8 @@ def attend(
     if odd:
         raise RefusedError(
             "model",
-            f"{name} hands {', '.join(odd)} to its attention, which is not served. What the model need not "
-            f"have, leave out of the batch",
+            f"{name} hands {', '.join(odd)} to its attention, which is not supported. What the model need "
+            f"not have, leave out of the batch",
         )
     _arrived(attention_mask.sequence, module)
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves q and k in float32
@@ -342,7 +342,7 @@ def _tempered(module: Any, q: Tensor, places: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _arrived(sequence: Sequence, module: nn.Module) -> None:
-    """Note that a module attended here; a compiled frame, which serves many layers, would note the first."""
+    """Note that a module attended here; a compiled frame, that of many layers, would note the first."""
     sequence.reached.add(module)
 
 

@@ -36,7 +36,7 @@ def attach_checkpointing(model: Any, policy: Policy | None) -> None:
         for path, module in model.named_modules()
         if hasattr(module, "gradient_checkpointing")
     }
-    with warnings.catch_warnings():  # its newer name is not in all releases that are served
+    with warnings.catch_warnings():  # its newer name is not in all releases that are supported
         warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable. is deprecated", FutureWarning)
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
 

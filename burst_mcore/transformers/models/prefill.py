@@ -44,7 +44,7 @@ class Prefill:
 
         mask = arguments.get("attention_mask")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
-            raise RefusedError("attention_mask", "prompts must be of one length: padding is not served")
+            raise RefusedError("attention_mask", "prompts must be of one length: padding is not supported")
         if arguments.get("input_ids") is None:
             raise RefusedError("inputs_embeds", "generate under sequence parallelism needs input_ids")
         ids = arguments["input_ids"]

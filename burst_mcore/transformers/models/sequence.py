@@ -21,7 +21,7 @@ from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
-from burst_mcore.transformers.models.served import attention_modules
+from burst_mcore.transformers.models.supported import attention_modules
 from burst_mcore.words import brief
 
 KEEP = "logits_to_keep"

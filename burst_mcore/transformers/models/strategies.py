@@ -36,7 +36,7 @@ from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import Sequence
 from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.sequence import KEEP, Forward, SequenceParallel, kept, tokens_of
-from burst_mcore.transformers.models.served import switched_attention
+from burst_mcore.transformers.models.supported import switched_attention
 from burst_mcore.transformers.models.trl import asks_for_fused_head
 from burst_mcore.transformers.models.vision import whole_arguments
 
@@ -68,7 +68,7 @@ class _Forwards:
         own = ("attention of the caller's own", self.of.trusted), ("a mask of types of tokens", types)
         towers = ("towers", self.of.text is not None)
         try:
-            refuse("tree", columns.why_not_served(self.of.model, *beside, *own, towers))
+            refuse("tree", columns.why_unsupported(self.of.model, *beside, *own, towers))
             self._refuse_whole_answers(arguments)
             arguments, positions, valid = self._own(arguments)
             self._refuse_columns({WEIGHTS: columns.weights}, positions.shape)
@@ -132,7 +132,7 @@ class _Forwards:
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
-            raise RefusedError("attention_mask", "masks by kinds of layers are not served: give one, of all")
+            raise RefusedError("attention_mask", "masks by kinds of layers are not supported: give one")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
             raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
         arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": shifted}

@@ -83,7 +83,7 @@ class Model:
                 )
         if max(self.head_dim, self.value_dim) > HEAD_DIMS[-1]:
             wide = max(self.head_dim, self.value_dim)
-            raise ValueError(f"kernels of attention serve heads of at most {HEAD_DIMS[-1]}, got {wide}")
+            raise ValueError(f"kernels of attention support heads of at most {HEAD_DIMS[-1]}, got {wide}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads must divide heads: {self.heads} query heads do not group over {self.kv_heads} K/V "

@@ -16,7 +16,7 @@ from zoo import VOCABULARY, model_of, sharded, worst
 from burst_mcore.recurrent import bound
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.served import use_burst
+from burst_mcore.transformers.models.supported import use_burst
 
 EVERY = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"),
@@ -181,7 +181,10 @@ def test_masks_that_differ_between_layers_are_refused(rank, size):
     model = model_of("qwen3_next")
     batch, cp = batch_of([[64], [64]]), parallelize(model, init_device_mesh("cpu", (size,)))
     packed = {"full_attention": None, "linear_attention": torch.ones(2, 64).tril()}
-    words = (r"ranks \[0\] of the group refused", "masks by kinds of layers are not served: give one, of all")
+    words = (
+        r"ranks \[0\] of the group refused",
+        "masks by kinds of layers are not supported: give one",
+    )
     for part in cp.loader([batch]):
         with pytest.raises(RefusedError, match=words[rank == 0]):
             model(**part, **({"attention_mask": packed} if rank == 0 else {}))

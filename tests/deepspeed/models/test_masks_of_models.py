@@ -229,7 +229,7 @@ def test_blocks_that_cannot_be_are_refused_on_all_ranks(rank, size):
     )
 
 
-def test_masks_that_are_not_served_are_refused_by_name():
+def test_masks_that_are_not_supported_are_refused_by_name():
     def causal_mask_function(batch, head, q, k):
         return k <= q + 1
 
@@ -238,12 +238,15 @@ def test_masks_that_are_not_served_are_refused_by_name():
     with pytest.raises(RefusedError, match="attention outside of an engine"):
         mask_of(**own, mask_function=causal)
     for function, words in (
-        (causal_mask_function, "a mask that is not served: test_masks_of_models.test_masks_that_are_not"),
-        (hf.bidirectional_mask_function, "a mask that is not served: bidirectional_mask_function"),
+        (causal_mask_function, "a mask that is not supported: test_masks_of_models.test_masks_that_are_not"),
+        (hf.bidirectional_mask_function, "a mask that is not supported: bidirectional_mask_function"),
         (hf.chunked_overlay(4, torch.zeros(1)), "asks for attention that is not causal"),
         (hf.and_masks(causal, hf.sliding_window_bidirectional_overlay(3)), "sliding_window_bidirectional"),
         (hf.or_masks(causal, hf.sliding_window_overlay(3)), "asks for attention that is not causal"),
-        (hf.or_masks(causal, hf.blockwise_overlay(ids)), "makes blocks of 4 of 8 tokens: not served"),
+        (
+            hf.or_masks(causal, hf.blockwise_overlay(ids)),
+            "unsupported: the model makes blocks of 4 of 8 tokens",
+        ),
     ):
         sequence = Sequence(Topology.single(), BurstConfig(), 8)
         with running(sequence), pytest.raises(RefusedError, match=re.escape(words)):

@@ -26,7 +26,7 @@ from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
 from burst_mcore.deepspeed.ranks.groups import unit_of
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.models.served import types_of, use_burst
+from burst_mcore.transformers.models.supported import types_of, use_burst
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOKENS, ROWS, VOCABULARY = 64, 2, 80

@@ -74,12 +74,17 @@ def test_other_trainers_are_refused_by_their_names(rank, size, tmp_path):
     burst.replace_ulysses()
     for kind, config, rows, options in (
         (type("Mine", (CPOTrainer,), {}), CPOConfig, preferences(2), {}),
-        (GKDTrainer, GKDConfig, texts(2), {"teacher_model": model_of()}),  # a subclass of one that is served
+        (
+            GKDTrainer,
+            GKDConfig,
+            texts(2),
+            {"teacher_model": model_of()},
+        ),  # a subclass of one that is supported
     ):
         options["args"] = arguments_of(
             str(tmp_path / str(rank)), size, kind=config, bf16=False, max_length=48
         )
-        words = rf"refused \(trainer\): {kind.__name__} is not served.*SFTTrainer"
+        words = rf"refused \(trainer\): {kind.__name__} is not supported.*SFTTrainer"
         with pytest.raises(RefusedError, match=words):
             kind(model_of(), train_dataset=Dataset.from_list(rows), processing_class=tokenizer(), **options)
         forget()

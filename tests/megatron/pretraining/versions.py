@@ -77,7 +77,7 @@ def count(module, name):
     setattr(module, name, counted)
 
 counts = {}
-count(passes, "forward_of_head")
+count(passes, "forward_of_prefix")
 count(fused_loss, "fused_linear_cross_entropy")
 cpu.enable_training()
 sys.argv += cpu.CPU_ARGUMENTS

@@ -1,4 +1,4 @@
-"""Checks whether a model of transformers can be served over shards, and gives it burst's attention."""
+"""Checks whether a model of transformers can be supported over shards, and gives it burst's attention."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
         lambda model: bind(model, lambda: made.mixing if (made := current()) else None),
     ),
 }
-"""Kinds of layers (config.layer_types) that are served, with what binds a model's layers of a kind to shards.
+"""Kinds of layers (config.layer_types) that are supported, with what binds layers of a kind to shards.
 None: transformers' attention interface does, or the layers mix no tokens. Others: beside `mixers_of`."""
 KINDS = {
-    "linear_attention": "a state runs along the sequence, by functions not served",
-    "hybrid": "attention beside states or convolutions that are not served",
-    "hybrid_sliding": "attention to a window beside states or convolutions that are not served",
+    "linear_attention": "a state runs along the sequence, by functions not supported",
+    "hybrid": "attention beside states or convolutions that are not supported",
+    "hybrid_sliding": "attention to a window beside states or convolutions that are not supported",
     "conv": "neighbouring tokens are mixed",
     "indexed_attention": "attention to keys that an indexer picks",
     "minimax_m3_sparse": "attention to blocks of keys that an indexer picks",
@@ -52,14 +52,14 @@ def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
     """Set attn_implementation="burst" on a causal LM of transformers; `size` ranks share a sequence.
 
     Args:
-        headless: whether a model that makes no loss is served too.
+        headless: whether a model that makes no loss is supported too.
 
     Returns:
         The model of transformers, where `model` wraps one.
 
     Raises:
         RefusedError: not a model of transformers, or one whose tokens meet elsewhere than in the attention
-            that is served.
+            that is supported.
     """
     inner = _of_transformers(model)
     asked = _what_is_asked(inner, size, headless)
@@ -106,7 +106,7 @@ def _learned_prompts(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, reason) for each part of a model that is not served, the plainest first."""
+    """Yield (name, reason) for each part of a model that is not supported, the plainest first."""
     name = type(inner).__name__
     try:
         config = inner.config.get_text_config()
@@ -122,25 +122,25 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         )
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
-    served = mixers_of(_text_model(inner))
-    odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (LAYERS[kind] and not served))
+    bound = mixers_of(_text_model(inner))
+    odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (LAYERS[kind] and not bound))
     if odd:
         told = ", ".join(f"{kind} ({KINDS[kind]})" if kind in KINDS else kind for kind in odd)
         yield (
             "model",
-            f"{name} has layers of type {told}; served are {', '.join(LAYERS)}, where their mixers are known",
+            f"{name} has layers of type {told}; supported are {', '.join(LAYERS)}, with known mixers",
         )
-    if getattr(inner, "_is_stateful", False) and not served:
+    if getattr(inner, "_is_stateful", False) and not bound:
         yield "model", f"{name} carries a state along the sequence by mixers that burst does not bind"
-    mixers = [
+    mixing = [
         f"{path} ({type(module).__name__})"
         for path, module in _text_model(inner).named_modules()
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
-        if path.rpartition(".")[0] not in served
+        if path.rpartition(".")[0] not in bound
     ]
-    if mixers:
-        yield "model", f"{name} mixes neighbouring tokens outside of attention: {mixers[0]}"
-    if not _text_model(inner)._supports_attention_backend and not served:
+    if mixing:
+        yield "model", f"{name} mixes neighbouring tokens outside of attention: {mixing[0]}"
+    if not _text_model(inner)._supports_attention_backend and not bound:
         yield "model", f"{name} does not take its attention from transformers' interface"
 
 
@@ -185,7 +185,7 @@ def _what_is_asked(inner: Any, size: int, headless: bool) -> Iterator[tuple[str,
             )
     own = inner.loss_function if makes_loss(inner) else None
     if own is not None and own.__name__ != "ForCausalLMLoss" and not hasattr(own, "burst_mcore"):
-        yield "loss", f"{name} has a loss of its own, {own.__name__}: served is ForCausalLMLoss"
+        yield "loss", f"{name} has a loss of its own, {own.__name__}: supported is ForCausalLMLoss"
 
 
 _POSITIONS = "create_position_ids_from_input_ids"

@@ -12,7 +12,7 @@ NOT_EXPRESSIBLE = "not expressible: DeepSpeed's JSON has no section for expert p
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Plan:
     """A plan to run a step on the ranks of a cluster."""
 
     framework: str = "megatron"
@@ -106,55 +106,55 @@ class Way:
         return ", ".join(words)
 
 
-def why_not(way: Way, model: Model, seq: int, cluster: Ranks) -> str | None:
+def why_not(plan: Plan, model: Model, seq: int, cluster: Ranks) -> str | None:
     """Return why ranks cannot run a plan; None if they can. Memory is checked elsewhere."""
-    if way.gpus != cluster.size:
-        return f"{way.gpus} ranks of the way are not the {cluster.size} of the cluster"
-    if model.mixer.layers and way.framework == "megatron":
+    if plan.gpus != cluster.size:
+        return f"{plan.gpus} ranks of the plan are not the {cluster.size} of the cluster"
+    if model.mixer.layers and plan.framework == "megatron":
         return f"layers with a {model.mixer.kind} are Megatron's own there: their exchange is not predicted"
-    if not model.attending and way.recompute in ("attention", "segment"):
-        return f"recompute {way.recompute} keeps attention, which no layer has"
-    reason = _why_not_matrices(way, model, cluster) or _why_not_experts(way, model, cluster)
+    if not model.attending and plan.recompute in ("attention", "segment"):
+        return f"recompute {plan.recompute} keeps attention, which no layer has"
+    reason = _why_not_matrices(plan, model, cluster) or _why_not_experts(plan, model, cluster)
     if reason is not None:
         return reason
-    if model.layers % (way.pp * way.chunks):
-        return f"{way.pp} stages x {way.chunks} chunks do not divide {model.layers} layers"
-    intra = way.ring(cluster).intra
-    if way.cp % intra:
-        return f"CP {way.cp} does not go evenly on nodes with {intra} of its ranks"
-    if way.cp * way.tp > 1 and seq < 2 * way.cp * way.tp:
-        return f"{seq} tokens are too few for CP {way.cp} x TP {way.tp}"
-    if way.chunks > 1 and way.pp == 1:
-        return f"{way.chunks} chunks of a stage need a pipeline: PP is 1"
-    if way.micro % way.pp and way.chunks > 1:
-        return f"interleaving needs micro-batches ({way.micro}) in multiples of the stages ({way.pp})"
+    if model.layers % (plan.pp * plan.chunks):
+        return f"{plan.pp} stages x {plan.chunks} chunks do not divide {model.layers} layers"
+    intra = plan.ring(cluster).intra
+    if plan.cp % intra:
+        return f"CP {plan.cp} does not go evenly on nodes with {intra} of its ranks"
+    if plan.cp * plan.tp > 1 and seq < 2 * plan.cp * plan.tp:
+        return f"{seq} tokens are too few for CP {plan.cp} x TP {plan.tp}"
+    if plan.chunks > 1 and plan.pp == 1:
+        return f"{plan.chunks} chunks of a stage need a pipeline: PP is 1"
+    if plan.micro % plan.pp and plan.chunks > 1:
+        return f"interleaving needs micro-batches ({plan.micro}) in multiples of the stages ({plan.pp})"
     return None
 
 
-def _why_not_matrices(way: Way, model: Model, cluster: Ranks) -> str | None:
+def _why_not_matrices(plan: Plan, model: Model, cluster: Ranks) -> str | None:
     """Return why ranks cannot share the matrices of a model; None if they can."""
-    if cluster.intra % way.tp and way.tp % cluster.intra:
-        return f"TP {way.tp} does not go evenly on nodes of {cluster.intra}"
-    if model.heads % way.tp or (model.kv_heads % way.tp and way.tp % model.kv_heads):
-        return f"TP {way.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
-    if model.ffn % way.tp:  # Megatron pads the vocabulary
-        return f"TP {way.tp} does not divide an MLP of {model.ffn}"
-    if model.expert_ffn % way.tp or model.shared_ffn % way.tp:
-        return f"TP {way.tp} does not divide experts of {model.expert_ffn} and {model.shared_ffn}"
+    if cluster.intra % plan.tp and plan.tp % cluster.intra:
+        return f"TP {plan.tp} does not go evenly on nodes of {cluster.intra}"
+    if model.heads % plan.tp or (model.kv_heads % plan.tp and plan.tp % model.kv_heads):
+        return f"TP {plan.tp} does not divide {model.heads} heads and {model.kv_heads} K/V heads"
+    if model.ffn % plan.tp:  # Megatron pads the vocabulary
+        return f"TP {plan.tp} does not divide an MLP of {model.ffn}"
+    if model.expert_ffn % plan.tp or model.shared_ffn % plan.tp:
+        return f"TP {plan.tp} does not divide experts of {model.expert_ffn} and {model.shared_ffn}"
     return None
 
 
-def _why_not_experts(way: Way, model: Model, cluster: Ranks) -> str | None:
+def _why_not_experts(plan: Plan, model: Model, cluster: Ranks) -> str | None:
     """Return why ranks cannot share experts in a plan; None if they can."""
-    if way.ep == 1:
+    if plan.ep == 1:
         return None
-    if way.framework == "deepspeed":
+    if plan.framework == "deepspeed":
         return NOT_EXPRESSIBLE
     if not model.experts:
-        return f"EP {way.ep} is for a model with experts: there are none"
-    if model.experts % way.ep:
-        return f"EP {way.ep} does not divide {model.experts} experts"
-    if way.sharded % way.ep:
-        return f"EP {way.ep} does not divide the CP {way.cp} x DP {way.dp} ranks"
-    intra = way.shares_experts(cluster).intra
-    return f"EP {way.ep} does not go evenly on nodes with {intra} of its ranks" if way.ep % intra else None
+        return f"EP {plan.ep} is for a model with experts: there are none"
+    if model.experts % plan.ep:
+        return f"EP {plan.ep} does not divide {model.experts} experts"
+    if plan.sharded % plan.ep:
+        return f"EP {plan.ep} does not divide the CP {plan.cp} x DP {plan.dp} ranks"
+    intra = plan.shares_experts(cluster).intra
+    return f"EP {plan.ep} does not go evenly on nodes with {intra} of its ranks" if plan.ep % intra else None
