@@ -71,7 +71,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 """What configurations are given of the keys that they have; every key that drops something is 0."""
 TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-"""What the configuration of a vision tower is given."""
+"""The sizes of a tower."""
 LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 """Multi-head latent attention: as many K/V heads as heads, and positions in a head's rotary part."""
 PARTICULAR: dict[str, dict[str, Any]] = {
@@ -108,8 +108,12 @@ PARTICULAR: dict[str, dict[str, Any]] = {
 """By name: what a configuration needs besides, to be built as small."""
 
 
-SEEING = ("gemma3",)
-"""Models with a vision tower, which are compared without pictures."""
+TOWERS = {
+    "gemma3": {"vision_config": TOWER},
+    "got_ocr2": {"vision_config": {**TOWER, "image_size": 64, "mlp_dim": 16, "output_channels": 16}},
+    "moss_transcribe_diarize": {"audio_config": TOWER},
+}
+"""Towers of models that are compared without pictures or sound."""
 RANDOM = ("phimoe",)
 """Models whose experts are drawn at random in training: compared in evaluation."""
 
@@ -127,8 +131,7 @@ def config_of(name: str) -> Any:
     if text is own:
         return kind(**given)
     where = next(key for key, value in vars(own).items() if value is text)
-    tower = {"vision_config": TOWER} if name in SEEING else {}
-    return kind(**{where: {**text.to_dict(), **given}, **tower})
+    return kind(**{where: {**text.to_dict(), **given}, **TOWERS.get(name, {})})
 
 
 def _layers(config: Any) -> dict[str, Any]:
