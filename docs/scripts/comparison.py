@@ -1,7 +1,8 @@
-"""README's plot: predicted time of attention by methods of context parallelism, on H100s."""
+"""README's plot: predicted time of attention, and peak memory of a step, by methods of CP, on H100s."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from drawing import GREY, Drawing, colour
@@ -11,6 +12,9 @@ from burst_bench.published.rows import Row
 from burst_mcore.attention.candidates import legal_degrees
 from burst_mcore.attention.schedule.actions import Pass
 from burst_plan.machines import MACHINES
+from burst_plan.step.memory import stack, total
+from burst_plan.step.model import PRESETS
+from burst_plan.step.plan import Plan
 
 RATES = MACHINES["H100"].rates_by(FITTED)
 ROW = Row(
@@ -19,8 +23,10 @@ ROW = Row(
 )  # fmt: skip
 LENGTHS = {2**17: "128K", 2**19: "512K", 2**20: "1M"}
 METHODS = ("Megatron p2p", "Megatron a2a+p2p (USP)", "Ulysses", "burst", "burst, the best head_parallel")
-UNIT, BAR = 70, 20
-"""Pixels of the kernel's own time, and of a bar's width."""
+PLACES = tuple((gpus, seq) for gpus in (8, 64) for seq in LENGTHS)
+MODEL = PRESETS["llama3-8b"]
+UNIT, GB, BAR = 70, 0.6, 20
+"""Pixels of the kernel's own time, of a GB, and of a bar's width."""
 
 
 def slowdowns(gpus: int, seq: int) -> list[float]:
@@ -45,26 +51,58 @@ def _by_heads(row: Row) -> list[float]:
     return [seconds_of(row, plan, RATES) for plan in plans]
 
 
+def peaks(gpus: int, seq: int) -> list[float | None]:
+    """Return the GB of each method at the worst moment of a step; None where heads do not divide.
+
+    All recompute whole layers. Only burst has the fused loss; others make logits of a rank's tokens at once.
+    """
+    nodes = max(1, gpus // 8)
+    whole = Plan(cp=gpus, recompute="full", fused_loss=False)
+    found = {
+        "p2p": stack(MODEL, whole, seq, "kv", nodes),
+        "a2a+p2p": stack(MODEL, whole, seq, "kv", nodes, heads=8),
+        "ulysses": stack(MODEL, whole, seq, "kv", nodes, heads=gpus) if MODEL.heads % gpus == 0 else None,
+        "burst": stack(MODEL, replace(whole, fused_loss=True), seq, "query", nodes),
+    }
+    return [None if each is None else total(each) / 1e9 for each in found.values()]
+
+
 def comparison() -> Drawing:
-    """Time of attention on 8 and 64 H100s, over that of the kernel alone."""
-    drawing = Drawing("Predicted time of causal attention on H100s, as multiples of the kernel's own time")
-    title = (
-        "time of causal attention, forward and backward, over the kernel's own; 64 heads, 8 K/V heads of 128"
-    )
-    drawing.text(10, 16, title, fill=GREY)
+    """Time of attention over that of the kernel alone, and memory of a step, on 8 and 64 H100s."""
+    drawing = Drawing("Predicted time of causal attention, and peak memory of a training step, on H100s")
     for number, name in enumerate(METHODS):
-        x, y = 10 + 240 * (number % 3), 28 + 20 * (number // 3)
+        x, y = 10 + 240 * (number % 3), 10 + 20 * (number // 3)
         drawing.box(x, y, 14, 12, colour(number))
         drawing.text(x + 20, y + 11, name)
-    floor, x = 90 + 2.6 * UNIT, 10.0
-    for gpus in (8, 64):
-        for seq, length in LENGTHS.items():
-            for number, slowdown in enumerate(slowdowns(gpus, seq)):
-                drawing.box(
-                    x + BAR * number, floor - UNIT * slowdown, BAR - 3, UNIT * slowdown, colour(number)
-                )
-                middle = x + BAR * number + (BAR - 3) / 2
-                drawing.text(middle, floor - UNIT * slowdown - 4, f"{slowdown:.2f}", size=8, anchor="middle")
-            drawing.text(x + 2.5 * BAR, floor + 16, f"{length}, {gpus} GPUs", anchor="middle")
-            x += 6 * BAR
+    title = "time of causal attention, forward and backward, over the kernel's own; 64 heads, 8 K/V heads"
+    times = {place: slowdowns(*place) for place in PLACES}
+    _panel(drawing, 66, title, times, UNIT, 2.6, ".2f")
+    title = "GB of a GPU at the worst moment of a step of Llama-3-8B, layers recomputed; the line is 80 GB"
+    memory = {place: peaks(*place) for place in PLACES}
+    floor = _panel(drawing, 310, title, memory, GB, 210, ".0f")
+    drawing.box(10, floor - 80 * GB, 6 * BAR * len(PLACES), 1, GREY)
     return drawing
+
+
+def _panel(
+    drawing: Drawing,
+    top: float,
+    title: str,
+    values: Mapping[tuple[int, int], Sequence[float | None]],
+    unit: float,
+    highest: float,
+    form: str,
+) -> float:
+    """Draw bars by place and method under a title; return the height of their floor."""
+    drawing.text(10, top, title, fill=GREY)
+    floor, x = top + 20 + highest * unit, 10.0
+    for (gpus, seq), of_place in values.items():
+        for number, value in enumerate(of_place):
+            left = x + BAR * number
+            if value is not None:
+                drawing.box(left, floor - unit * value, BAR - 3, unit * value, colour(number))
+            words, y = ("-", floor) if value is None else (f"{value:{form}}", floor - unit * value)
+            drawing.text(left + (BAR - 3) / 2, y - 4, words, size=8, anchor="middle")
+        drawing.text(x + 2.5 * BAR, floor + 16, f"{LENGTHS[seq]}, {gpus} GPUs", anchor="middle")
+        x += 6 * BAR
+    return floor

@@ -8,7 +8,8 @@ import pytest
 from step_errors import judged, ranges, table
 
 from burst_bench.published.against import compare
-from burst_bench.published.training import of_row, predicted
+from burst_bench.published.training import figure, of_row, predicted
+from burst_plan.machines import MACHINES
 from burst_plan.step.figures import TABLE, errors_of, kind_of
 from burst_plan.step.model import PRESETS
 from burst_plan.step.plan import Plan
@@ -28,6 +29,18 @@ def test_the_errors_that_are_told_are_those_of_todays_model():
         assert errors_of(own[0].run.plan, own[0].run.model) == errors
     read = json.loads((PUBLIC / "training.json").read_text())
     assert len(rows) == len(read) and all("@" in row["source"] or "/" in row["source"] for row in read)
+
+
+def test_readmes_errors_of_memory_are_those_of_todays_model():
+    rows = [row for row in json.loads((PUBLIC / "paper.json").read_text()) if row.get("metric") == "mem_gb"]
+    told = [(row["value"], figure(of_row(row), "mem_gb", MACHINES)[0]) for row in rows]
+    errors = sorted(predicted / value - 1 for value, predicted in told if value and predicted)
+    near, others = [x for x in errors if abs(x) < 0.095], [x for x in errors if abs(x) >= 0.095]
+    low, lowest = -100 * max(others), -100 * min(others)
+    words = (
+        f"{len(near)} of {len(errors)} public rows within 9 %, the others {low:.0f} to {lowest:.0f} % too low"
+    )
+    assert words in (ROOT / "README.md").read_text()
 
 
 def test_rows_that_differ_in_an_assumption_are_one_run():
@@ -50,7 +63,7 @@ def test_rows_that_differ_in_an_assumption_are_one_run():
         ({"cp": 8}, "experts", "experts"),
     ],
 )
-def test_the_kind_of_a_way_follows_from_its_degrees(degrees, model, kind):
+def test_the_kind_of_a_plan_follows_from_its_degrees(degrees, model, kind):
     sparse = replace(PRESETS["7b"], experts=8, active=2, expert_ffn=1024)
     assert kind_of(Plan(**degrees), sparse if model == "experts" else PRESETS[model]) == kind
 
