@@ -1,10 +1,7 @@
 """The control flow on CUDA, run on devices that are not there, by every route."""
 
-import functools
-import importlib.util
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +11,6 @@ pytest.importorskip("triton")  # its kernels' arguments are what the stand-ins a
 
 from fake_cuda import cases, ranks, verification
 from fake_cuda.catalogue import CASES, LARGE, PASSES, ROUTES, backward_of_q, counted, grid_of, run
-from fake_cuda.clocks import CHECKER
 from plain_loss import linear_cross_entropy
 
 from burst_mcore import Mask, packages
@@ -104,45 +100,6 @@ def test_nothing_is_found_on_any_route_with_any_kernel_mask_and_layout(index):
     size, route = ROUTES[index]
     for more in grid_of(index):
         assert not cases.attention(size, **more, **route), more
-
-
-def _of_gpus(name):
-    """A file of the tests that need a GPU: what they do runs here, with fewer tokens."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("gpu") / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_streams_of_virtual_ranks_as_tests_on_gpus_run_them(monkeypatch):
-    module = _of_gpus("test_rings_on_gpu")
-    few = module._shard(32, 2)
-    monkeypatch.setattr(module, "_shard", lambda tokens, heads: few)
-    ranks.run(1, lambda rank: module.test_a_virtual_rank_gives_the_same_every_time())
-    assert not CHECKER.findings
-
-
-@pytest.mark.parametrize("policy", ["keep", "segment, offloaded"])
-def test_recompute_as_tests_on_gpus_run_it(policy):
-    module = _of_gpus("test_recompute_on_gpu")
-    module.N, module.HEADS, module.DIM = 64, 2, 16
-    ranks.run(1, lambda rank: module.test_gradients_are_those_without(policy))
-    assert not CHECKER.findings
-
-
-@pytest.mark.parametrize("name", ["plain", "all", "sum", "none"])
-def test_the_loss_as_tests_on_gpus_run_it(name):
-    module = _of_gpus("test_loss_on_gpu")
-    module._draw = functools.partial(module._draw, tokens=60, d=16, v=53)
-    ranks.run(1, lambda rank: module.test_against_float64(torch.bfloat16, name, "any"))
-    assert not CHECKER.findings
-
-
-def test_memory_that_policies_keep_as_tests_on_gpus_count_it():
-    module = _of_gpus("test_recompute_on_gpu")
-    module.N, module.HEADS, module.DIM = 64, 2, 16
-    ranks.run(1, lambda rank: module.test_memory_kept())
-    assert not CHECKER.findings
 
 
 def test_a_forward_like_an_earlier_one_does_not_wait_for_the_other_hosts(monkeypatch):

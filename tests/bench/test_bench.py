@@ -1,16 +1,10 @@
 """The runner of the bench: gates, clocks, results and the command, on attention and masks."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-import limits
 import pytest
 import torch
 from ranks import processes
@@ -19,8 +13,8 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from burst_bench import gate, report, stage
-from burst_bench.core import METHODS, Bar, Method, Table, Trial, World, of_kind
+from burst_bench import gate, report
+from burst_bench.core import METHODS, Bar, Method, Table, World, of_kind
 from burst_bench.methods.attention import RingCase, ShardedAttention
 from burst_bench.results import Results, read, unit_of
 from burst_bench.run import run
@@ -110,59 +104,6 @@ def test_the_command_prints_tables_and_writes_all_figures(tmp_path):
     whole = json.loads(out.read_text())
     assert {"schema", "subject", "about", "commit", "machine", "versions", "device", "repeats"} <= set(whole)
     assert whole["versions"]["torch"] == torch.__version__
-
-
-def test_steps_are_timed_in_turn_forth_and_back():
-    order = []
-
-    def trial(name):
-        return Trial({"": lambda: order.append(name)})
-
-    trials = {name: trial(name) for name in ("first", "second")}
-    samples = stage.interleave(trials, World(0, 1), 3, clearly=float("inf"))
-    assert order == ["first", "second", "first", "second", "second", "first", "first", "second"]
-    assert {key: len(values) for key, values in samples.items()} == {
-        (name, meter): 3 for name in trials for meter in ("cpu", "wall")
-    }
-
-
-def test_what_is_clearly_slower_has_its_first_round_alone():
-    seconds = iter([0.1, 1.0, 0.1, 0.1])
-    calls = []
-
-    def step(name):
-        calls.append(name)
-        return {"wall": next(seconds)}  # in the place of the clock's
-
-    trials = {name: Trial({"": partial(step, name)}) for name in ("fast", "slow")}
-    samples = stage.interleave(trials, World(0, 1), 2, clearly=1.5)
-    assert calls == ["fast", "slow", "fast", "fast"]
-    assert samples["slow", "wall"] == [1.0] and samples["fast", "wall"] == [0.1, 0.1]
-
-
-def _says_who_it_is_and_waits(rank, size, folder):
-    (Path(folder) / str(rank)).write_text(str(os.getpid()))
-    time.sleep(2 * limits.SECONDS)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_ranks_end_with_a_benchmark_that_is_killed(tmp_path):
-    start = "import test_bench; from burst_bench.launch import in_processes; "
-    work = f"in_processes(2, test_bench._says_who_it_is_and_waits, {str(tmp_path)!r})"
-    paths = os.pathsep.join([str(ROOT / "tests" / "bench"), str(ROOT / "tests" / "helpers"), str(ROOT)])
-    first = subprocess.Popen([sys.executable, "-c", start + work], env={**os.environ, "PYTHONPATH": paths})
-
-    def running():
-        """Return the ranks that have begun and not ended."""
-        begun = [int(file.read_text()) for file in tmp_path.iterdir() if file.read_text()]
-        return [one for one in begun if Path(f"/proc/{one}/cmdline").exists()]
-
-    try:
-        limits.until(lambda: len(running()) == 2, "two ranks did not begin")
-    finally:
-        first.kill()
-        first.wait()
-    limits.until(lambda: not running(), "the ranks did not end with the benchmark")
 
 
 class Judged(attention.AttentionCase):

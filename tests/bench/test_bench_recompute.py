@@ -5,12 +5,10 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench.core import World, of_kind
+from burst_bench.core import of_kind
 from burst_bench.results import read
-from burst_bench.subjects import recompute
 from burst_bench.subjects.recompute import LayersCase
 from burst_plan.cli import app
 
@@ -47,14 +45,3 @@ def test_the_flop_model():
     assert {name: shares[name] for name in want} == pytest.approx(want, abs=1e-3)
     assert shares["attention"] == 0 == shares["torch selective"]
     assert shares["megatron full"] == 1 == shares["megatron selective"]
-
-
-def _clocked(rank, size):
-    case = LayersCase(ranks=1, seq=64, hidden=16, heads=2, layers=1)
-    model = recompute.LayerStack(case, World(0, 1))
-    return [model.step(LAYERS[name].build(case, World(0, 1)))["recomputing"] for name in ("none", "full")]
-
-
-def test_seconds_of_recomputation_are_those_of_calls_after_the_first():
-    none, full = processes(1, _clocked)[0]
-    assert none == 0 < full

@@ -10,7 +10,6 @@ from statistics import median
 
 import limits
 import pytest
-import torch.distributed as dist
 
 from burst_bench import emulate
 from burst_bench.core import ALL
@@ -18,22 +17,10 @@ from burst_bench.results import read
 from burst_bench.run import run
 from burst_bench.subjects import topology
 from burst_bench.subjects.topology import ClusterCase
-from burst_mcore.attention.candidates import Ranks
 from burst_mcore.rates import Rates
 
 RATES = Rates(intra=40e6, inter=4e6, compute=1e12)
 needs_root = pytest.mark.skipif(emulate.missing() is not None, reason=f"needs {emulate.missing()}")
-
-
-def fails(rank, size):
-    assert rank != 1, "rank 1 has its reasons"
-    dist.barrier()
-
-
-@needs_root
-def test_a_rank_that_fails_fails_the_run():
-    with pytest.raises(RuntimeError, match="rank 1 has its reasons"):
-        emulate.run(Ranks(2, 1), RATES, fails)
 
 
 def sleeps(rank, size, folder):

@@ -12,11 +12,8 @@ import pytest
 from burst_bench.check.__main__ import as_text, judged
 from burst_bench.check.__main__ import main as check
 from burst_bench.check.parts import PARTS, SMOKE, Check, claim
-from burst_bench.core import Method, Table
-from burst_bench.methods import METHODS
+from burst_bench.core import Table
 from burst_bench.results import Results, read
-from burst_bench.run import run
-from burst_bench.subjects import SUBJECTS
 from burst_bench.subjects.kernels import KernelCase
 from burst_mcore.attention.kernels.triton import interpreted
 
@@ -25,27 +22,6 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="Triton compiles here:
 
 ROOT = Path(__file__).parents[2]
 SMALL = "tokens=64; heads=2; head_dim=16"
-
-
-def _off(case, world):
-    kernel = METHODS["kernels", "aten-cpu"].build(case, world)
-    return replace(kernel, forward=lambda *given: tuple(2 * x for x in kernel.forward(*given)))
-
-
-def _broken(case, world):
-    raise OSError("no such library\nand more")
-
-
-def test_a_kernel_that_fails_or_is_wrong_is_left_out(monkeypatch):
-    for method in (Method("off", _off), Method("broken", _broken)):
-        monkeypatch.setitem(METHODS, ("kernels", method.name), method)
-    case = KernelCase(tokens=64, heads=2, head_dim=16)
-    results = run(SUBJECTS["kernels"], {"small": case}, ["off", "broken", "aten-cpu"], 1, "cpu")
-    reasons = {entry["method"]: entry["reason"] for entry in results.refused}
-    assert (
-        reasons["off"].startswith("wrong: its error is") and reasons["broken"] == "OSError: no such library"
-    )
-    assert results.tables["small"]["aten-cpu", "TFLOP/s"]
 
 
 def test_it_needs_torch_alone(tmp_path):

@@ -6,11 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import processes
 from typer.testing import CliRunner
 
-from burst_bench.calibrate import measured
-from burst_bench.core import World
 from burst_bench.published.against import (
     compare,
 )
@@ -59,46 +56,6 @@ def test_one_command_prints_the_table_of_the_paper_that_the_manual_shows():
     assert len(rows) == 12 and sum(int(row[2]) for row in rows) == 72
     for row in rows:
         assert f"| {' | '.join(row)} |" in page
-
-
-def test_a_file_to_calibrate_needs_rows_of_attention(tmp_path):
-    rows = json.loads((PUBLIC / "paper.json").read_text())
-    files = [tmp_path / name for name in ("all.json", "steps.json")]
-    for file, part in zip(files, (rows[10:20], rows[14:]), strict=True):
-        file.write_text(json.dumps(part))
-    assert compare([PUBLIC / "paper.json"], files[:1]).machines.keys() == {"A800"}
-    with pytest.raises(ValueError, match="has no rows of attention"):
-        compare([PUBLIC / "paper.json"], files[1:])
-
-
-def test_the_last_line_is_the_report_as_json(tmp_path):
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps([ROW, {**ROW, "method": "ring", "tflops": 420.0, "note": "kept"}]))
-    done = CliRunner().invoke(app, ["plan", "--against", str(file)])
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.output.splitlines()[-1])
-    ulysses, ring = report["rows"]
-    assert {**ROW, "measured": 600.0, "predicted": ulysses["predicted"]} == ulysses
-    assert ring["note"] == "kept" and 0.5 < ring["predicted"] / 420 < 2
-    errors = [abs(row["predicted"] / row["measured"] - 1) for row in report["rows"]]
-    assert report["median_error"] == pytest.approx(sum(errors) / 2)
-    (regret,) = report["regret"]
-    assert regret["measured_best"] == "ulysses" and regret["chosen"] in ("ulysses", "ring")
-
-
-def test_rows_that_no_schedule_runs_say_why(tmp_path):
-    changes = (
-        {"method": "magi-native"},
-        {"method": "my-own"},
-        {"mask": "varlen_full"},
-        {"method": "usp", "head_parallel": 3},
-        {"method": "usp", "gpus": 12, "gpus_per_node": 4, "head_parallel": 6},
-    )
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps([{**ROW, **change} for change in changes]))
-    report = compare([file]).as_json()
-    assert all(row["predicted"] is None and row["why"] for row in report["rows"])
-    assert report["median_error"] is None and report["regret"] == []
 
 
 BAD_ROWS = [
@@ -165,15 +122,3 @@ def test_this_machine_is_measured_into_a_file_that_explain_takes(tmp_path):
     assert {"commit", "machine", "versions"} <= set(json.loads(file.read_text()))
     explained = CliRunner().invoke(app, ["explain", "--heads", "4", "--cluster", "1x2", "--rates", str(file)])
     assert explained.exit_code == 0 and in_words(rates) in explained.output
-
-
-def _nodes(rank, size):
-    return [measured(World(rank, size), node, 1) for node in (2, 1)]
-
-
-def test_links_between_nodes_are_measured_apart():
-    """Four processes pose as two nodes of two, and as four nodes of one; their links are all the same."""
-    found = processes(4, _nodes)
-    assert all(of_rank == found[0] for of_rank in found)
-    assert found[0][0].inter != found[0][0].intra * CPU.inter / CPU.intra  # no link was taken for granted
-    assert all(0 < rates.inter <= rates.intra and rates.crowding == 0.0 for rates in found[0])

@@ -1,7 +1,6 @@
 """Training steps that others published: what their engines do, and predictions beside their figures."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ from step_errors import judged, ranges, table
 from burst_bench.published.against import compare
 from burst_bench.published.training import figure, of_row, predicted
 from burst_plan.machines import MACHINES
-from burst_plan.step.figures import TABLE, errors_of, kind_of
-from burst_plan.step.model import PRESETS
-from burst_plan.step.plan import Plan
+from burst_plan.step.figures import TABLE, errors_of
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = ROOT / "benchmarks" / "public"
@@ -41,31 +38,6 @@ def test_readmes_errors_of_memory_are_those_of_todays_model():
         f"{len(near)} of {len(errors)} public rows within 9 %, the others {low:.0f} to {lowest:.0f} % too low"
     )
     assert words in (ROOT / "README.md").read_text()
-
-
-def test_rows_that_differ_in_an_assumption_are_one_run():
-    rows = [one for one in judged(PUBLIC) if one.run.model.name == "llama3-405b"]
-    assert [one.run.plan.recompute for one in rows] == ["none", "full"]
-    (errors,) = ranges(rows)
-    assert errors.runs == 1 and errors.low < errors.high and errors.kind == "TP or PP"
-    assert str(errors).startswith("predicted; on 1 public run of this kind (TP or PP) predictions were ")
-
-
-@pytest.mark.parametrize(
-    ("degrees", "model", "kind"),
-    [
-        ({}, "7b", "one GPU"),
-        ({"dp": 8, "zero": 3}, "7b", "dense FSDP"),
-        ({"cp": 2, "dp": 4}, "7b", "long context"),
-        ({"tp": 2, "cp": 4}, "7b", "TP or PP"),
-        ({"pp": 2}, "7b", "TP or PP"),
-        ({"ep": 8, "dp": 8, "tp": 2}, "experts", "experts"),
-        ({"cp": 8}, "experts", "experts"),
-    ],
-)
-def test_the_kind_of_a_plan_follows_from_its_degrees(degrees, model, kind):
-    sparse = replace(PRESETS["7b"], experts=8, active=2, expert_ffn=1024)
-    assert kind_of(Plan(**degrees), sparse if model == "experts" else PRESETS[model]) == kind
 
 
 def _chart_row(**changes):

@@ -48,6 +48,7 @@ def test_rows_of_a_run_are_read_and_predicted(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(tmp_path):
     file, out = tmp_path / "rows.json", tmp_path / "a.json"
     bench = "-m burst_bench attention --device cpu --methods ring,te-p2p,te-a2a --repeats 1".split()

@@ -7,13 +7,12 @@ import limits
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import processes
+from ranks import on_ranks, processes
 from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore.agreement import (
     Agreement,
     Claim,
-    Latest,
     alike,
     claims_of,
     digest_of,
@@ -23,13 +22,6 @@ from burst_mcore.agreement import (
 )
 from burst_mcore.agreement.board import Board
 from burst_mcore.agreement.claims import AHEAD, WAITS, Word, differences, lengths_of
-
-
-def test_the_latest_entries_are_kept_in_order():
-    latest = Latest()
-    for number in range(Latest.MOST + 10):
-        latest[number] = -number
-    assert len(latest) == Latest.MOST and next(iter(latest.items())) == (10, -10)
 
 
 def test_a_thread_that_is_late_is_waited_for(monkeypatch):
@@ -98,7 +90,8 @@ def test_ranks_of_a_grid_hear_of_each_other():
         assert error == "rank 0: first" and ranks == [0, 1, 2, 3]
 
 
-def _numbered(rank, size):
+@on_ranks(3)
+def test_numbered_calls_go_by_the_order_of_the_ring(rank, size):
     """Calls over the world in another order of its ranks, of which rank 1 refuses one."""
     order = [2, 0, 1]
     calls = Agreement(dist.group.WORLD, order, order.index(rank))
@@ -110,11 +103,8 @@ def _numbered(rank, size):
         calls.meet({"call of": "two"})
     with pytest.raises(ValueError, match=r"call of: other on ranks \[0, 2\], 0 on ranks \[1\]"):
         calls.meet({"call of": "0" if rank == 0 else "other"})
-    return number, lengths, calls.meet({}).number, calls.least(float(rank)), str(caught.value)[:6]
-
-
-def test_numbered_calls_go_by_the_order_of_the_ring():
-    assert processes(3, _numbered) == [(1, [2, 0, 1], 4, 0.0, "rank 2")] * 3
+    assert (number, lengths) == (1, [2, 0, 1]) and str(caught.value).startswith("rank 2")
+    assert (calls.meet({}).number, calls.least(float(rank))) == (4, 0.0)
 
 
 def _told_of_a_failed_pass(rank, size, ahead):
@@ -146,77 +136,6 @@ def test_a_pass_that_failed_is_told_to_ranks_in_other_calls(ahead):
     assert max(processes(2, _told_of_a_failed_pass, ahead)) < limits.AT_ONCE
 
 
-class _LostStore:
-    """A store whose process has ended."""
-
-    def __getattr__(self, name):
-        def lost(*arguments):
-            raise RuntimeError("Connection reset by peer")
-
-        return lost
-
-
-def _without_a_store(rank, size):
-    """Rank 0 waits in vain, and then refuses a call; errors are those of the calls."""
-    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
-    dist.barrier = lambda: None
-    if rank == 1:
-        limits.keys(store, "told")
-        return
-    calls._board.store = _LostStore()
-    with pytest.raises(RuntimeError, match="has gone or did not come to this call.*reset by peer"):
-        calls.meet({"call": "all"}, kind="all")
-    calls.refuse(KeyError("no"))
-    with pytest.raises(MemoryError), calls.ring():
-        raise MemoryError("no memory left")
-    store.set("told", "")
-
-
-def test_a_store_that_is_gone_hides_no_error():
-    processes(2, _without_a_store)
-
-
-class _Signatures:
-    """A store where some ranks leave their signatures and others never do; counts the seconds waited."""
-
-    def __init__(self, signatures):
-        self.signatures, self.clock = signatures, 0.0
-
-    def set(self, key, value):
-        self.signatures[key] = value
-
-    def get(self, key):
-        return self.signatures[key]
-
-    def wait(self, keys, timeout):
-        if keys[0] not in self.signatures:
-            self.clock += timeout.total_seconds()
-            raise RuntimeError("not there")
-
-
-def test_ranks_that_are_gone_are_waited_for_together(monkeypatch):
-    store = _Signatures({"signature/63/0": '[{"a": "1"}]'})
-    monkeypatch.setattr(time, "monotonic", lambda: store.clock)
-    words = differences(Board(store, rank=0, size=64).signatures(0, {"a": "2"}))
-    assert words.startswith("a: 2 on ranks [0], nothing on ranks [1, 2, 3,")
-    assert "1 on ranks [63]" in words and "answer: nothing on ranks [0, 63], none within 20 s" in words
-    assert store.clock < 30
-
-
-class _Places(_Signatures):
-    """A store of places, which goes with its process before the place of rank 3 is read."""
-
-    def check(self, keys):
-        if keys[0] == "place/3":
-            raise RuntimeError("connection closed")
-        return keys[0] in self.signatures
-
-
-def test_ranks_are_absent_that_came_to_fewer_places():
-    board = Board(_Places({"place/0": '[5, "cp.shard"]', "place/1": '[4, "a forward"]'}), rank=0, size=4)
-    assert board.absent(5) == "rank 1, last at a forward; rank 2, last at no place; rank 3, last at no place"
-
-
 def _absent_for_good_reason(rank, size, with_rank_0):
     """Rank 1 waits for rank 2 in a collective, of which rank 0 has begun its part, or has none."""
     control, pair = dist.new_group(), dist.new_group([1, 2])
@@ -236,24 +155,3 @@ def test_a_rank_that_is_absent_for_a_good_reason_is_waited_for(with_rank_0):
     """No error comes; a rank that never began the collective gets one (test_what_is_refused)."""
     for _, rank, *_, text in processes(3, _absent_for_good_reason, with_rank_0):
         assert rank == 1 and text.startswith("all_reduce at ") and "test_agreement.py" in text
-
-
-def _abort_that_fails(rank, size):
-    """Ranks differ in a call made ahead, and no wait can be ended; then rank 1 refuses a call."""
-
-    def abort():
-        raise ValueError("the group is gone")
-
-    calls = Agreement(dist.group.WORLD, range(size), rank, abort)
-    calls.meet({"call": "all"}, kind="all")
-    calls.meet({"call": str(rank)}, kind="all", may_go_ahead=True)
-    with pytest.raises(ValueError, match="call: 0 on ranks .0., 1 on ranks .1."):
-        calls.settle()
-    with pytest.raises(RuntimeError, match="make the process group anew"):
-        calls.meet({"call": "all"}, kind="all")
-    calls.settle()
-    return calls._watch.thread.is_alive()
-
-
-def test_an_abort_that_fails_hides_no_error_and_ends_no_thread():
-    assert processes(2, _abort_that_fails) == [True, True]

@@ -1,11 +1,10 @@
 """What is not legal is refused before any communication, in a line that names it."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from dense import problem
-from ranks import processes
+from ranks import on_ranks, processes
 from test_latent import case
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,15 +154,6 @@ def test_settings_that_are_none_are_answered_with_ours(names, words):
         BurstConfig(**names)
 
 
-def test_numbers_of_numpy_are_numbers():
-    q = torch.randn(1, 8, 4, 16)
-    want = burst_attention(q, q, q, topology=ALONE, mask=CAUSAL, softmax_scale=0.5, softcap=3)
-    for scale, cap in ((np.float32(0.5), np.float16(3)), (np.float64(0.5), np.int64(3))):
-        assert torch.equal(
-            burst_attention(q, q, q, topology=ALONE, mask=CAUSAL, softmax_scale=scale, softcap=cap), want
-        )
-
-
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_coo])
 @pytest.mark.parametrize("name", ["k", "sinks", "latent.compressed", "latent.weight"])
 def test_tensors_that_are_not_dense_are_refused_by_name(layout, name):
@@ -204,21 +194,6 @@ def test_autocast_casts_as_it_does_for_torchs_attention(compiled):
         assert run(*double).dtype == torch.float64
         theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in double))
         assert theirs.dtype == torch.float64
-
-
-def test_autocast_casts_a_latent():
-    weight = C.weight.clone().requires_grad_()
-
-    def of(q, *parts):
-        return burst_attention(q, latent=Latent(*parts), topology=ALONE, mask=CAUSAL)
-
-    parts = C.q, *LATENT[:2], weight
-    want = of(*(x.bfloat16() for x in parts))
-    with torch.autocast("cpu", torch.bfloat16):
-        got = of(*parts)
-    assert torch.equal(got, want)
-    (gradient,) = torch.autograd.grad(got.float().sum(), weight)
-    assert gradient.dtype == torch.float32
 
 
 def _written_to(rank, size):
@@ -271,7 +246,8 @@ UNSUPPORTED = {  # and what is said: by us, or, where torch stops before it come
 }
 
 
-def _asked_of_torch(rank, size):
+@on_ranks(1)
+def test_derivatives_that_are_not_supported_are_errors(rank, size):
     p = problem(0, 8, dtype=torch.float32)
 
     def of_q(q):
@@ -292,10 +268,6 @@ def _asked_of_torch(rank, size):
     sharded = distribute_tensor(p.q.detach(), init_device_mesh("cpu", (size,)), [Shard(1)])
     with pytest.raises(ValueError, match=r"q is a DTensor: give the shard of this rank, q.to_local\(\)"):
         of_q(sharded)
-
-
-def test_derivatives_that_are_not_supported_are_errors():
-    processes(1, _asked_of_torch)
 
 
 def test_a_softcap_of_0_is_none_and_long_windows_are_clipped():

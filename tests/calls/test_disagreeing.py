@@ -4,19 +4,16 @@ import os
 import signal
 import time
 from concurrent.futures import Future
-from pathlib import Path
 
 import limits
 import pytest
 import torch
 import torch.distributed as dist
-from counting import count_calls
 from dense import problem
-from ranks import processes
+from ranks import on_ranks, processes
 from test_bad_input import LATENT, C, attend
 from torch.distributed.distributed_c10d import _get_default_store
 
-import burst_mcore
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.agreement import Agreement
 from burst_mcore.agreement.claims import AHEAD
@@ -126,7 +123,8 @@ def test_a_rank_that_refuses_tells_the_others_and_the_ring_goes_on(what, words, 
         assert messages[rank][1] < limits.AT_ONCE
 
 
-def _refused_and_went_on(rank, size):
+@on_ranks(2)
+def test_a_rank_that_goes_on_after_a_refusal_never_meets_another_call(rank, size):
     """Rank 1 refuses its first call and makes its second at once, while rank 0 is still at the first."""
     topology = Topology.from_group(dist.group.WORLD)
     if rank == 1:
@@ -135,23 +133,7 @@ def _refused_and_went_on(rank, size):
     else:
         with pytest.raises(ValueError, match="rank 1 of the ring refused this call: ValueError.*heads"):
             attend(topology=topology)
-    return attend(topology=topology).shape
-
-
-def test_a_rank_that_goes_on_after_a_refusal_never_meets_another_call():
-    assert processes(2, _refused_and_went_on) == [(1, 8, 4, 16)] * 2
-
-
-def _all_refuse(rank, size):
-    topology = Topology.from_group(dist.group.WORLD)
-    with pytest.raises(ValueError, match="heads"):
-        attend(q=(1, 8, 0, 16), topology=topology)
-    time.sleep(3 * (rank == 1))  # rank 0 waits for rank 1, and must not take an old word for a new refusal
-    return attend(topology=topology).shape
-
-
-def test_a_refusal_by_all_is_behind_them():
-    assert processes(2, _all_refuse) == [(1, 8, 4, 16)] * 2
+    assert (attend(topology=topology).shape) == (1, 8, 4, 16)
 
 
 def _one_goes_while_others_stay(rank, size):
@@ -283,7 +265,9 @@ def _noted():
     return looked
 
 
-def _looked_at_the_end(rank, size):
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_the_last_backward_of_a_step_is_looked_at_before_it_returns(rank, size):
     """The last backward of a step needs no message, and differs: `backward` itself raises."""
     topology = Topology.from_group(dist.group.WORLD)
     apart = Mask.documents([0, 4, 8, 12, 16]) & Mask.window(0, 0)
@@ -302,11 +286,8 @@ def _looked_at_the_end(rank, size):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_last_backward_of_a_step_is_looked_at_before_it_returns():
-    processes(2, _looked_at_the_end)
-
-
-def _documents_apart(rank, size):
+@on_ranks(3)
+def test_documents_that_differ_in_a_call_that_went_ahead_are_an_error(rank, size):
     """Batches of other documents go ahead; in one the ranks have different documents."""
     topology = Topology.from_group(dist.group.WORLD)
     ends = [[0, 5, 24], [0, 9, 24], [0, 24], [0, 3, 20, 24]]
@@ -318,57 +299,4 @@ def _documents_apart(rank, size):
         _loss(topology, mask=mask).backward()
     dist.barrier = lambda: None
     assert looked[0]  # went ahead
-    return time.monotonic() - start
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_documents_that_differ_in_a_call_that_went_ahead_are_an_error():
-    assert max(processes(3, _documents_apart)) < limits.AT_ONCE
-
-
-def _looked_at_without_gradients(rank, size):
-    """A forward that goes ahead, needs no message and has no backward: no later call would tell."""
-    topology, config = Topology.from_group(dist.group.WORLD), BurstConfig(layout="contiguous")
-
-    def run(ends):
-        mask = Mask.causal() & Mask.documents(ends)
-        return attend(topology=topology, mask=mask, config=config)
-
-    looked = _noted()
-    for ends in ([0, 8, 16], [0, 4, 8, 16]):
-        run(ends)
-    with pytest.raises(ValueError, match="mask: .* on ranks .0., .* on ranks .1."):
-        run([0, 2 + rank, 8, 16])
-    dist.barrier = lambda: None
-    return looked
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_forward_without_gradients_is_looked_at_before_it_returns():
-    assert processes(2, _looked_at_without_gradients) == [[False, True, True]] * 2
-
-
-PACKAGE = str(Path(burst_mcore.__file__).parent)
-
-
-def _calls_of_agreement(rank, size):
-    """How many functions of this package an agreement calls that is waited for, and one that goes ahead."""
-    calls, meet = {}, Agreement.meet
-
-    looked = _noted()
-
-    def counted(self, *args, **others):
-        agreed = []
-        count = count_calls(lambda: agreed.append(meet(self, *args, **others)), PACKAGE)
-        calls[looked[-1]] = count
-        return agreed[0]
-
-    Agreement.meet = counted
-    for _ in range(5):  # the first two are unlike those that follow
-        _loss(Topology.from_group(dist.group.WORLD)).backward()
-    return calls[False], calls[True]
-
-
-def test_an_agreement_does_nothing_for_each_rank():
-    (calls,) = {calls for size in (2, 5) for calls in processes(size, _calls_of_agreement)}
-    assert min(calls) > 3
+    assert time.monotonic() - start < limits.AT_ONCE

@@ -9,23 +9,18 @@ import torch._dynamo
 import torch._functorch.aot_autograd  # both here once, for all that is forked
 import torch.distributed as dist
 from cells import crossed
-from dense import dense, error, problem
-from ranks import processes
+from dense import problem
+from ranks import on_ranks, processes
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.attention import candidates as question
 from burst_mcore.attention import compiled
 from burst_mcore.attention import request as request_module
 from burst_mcore.attention.compiled import Keyed, attention_backward, attention_forward
-from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.request import Options
-from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
-from burst_mcore.mask import mask as mask_module
 from burst_mcore.packages import refuse_capture
 
 OPTIONS = Options(Topology.single(), Mask.causal(), BurstConfig())
@@ -53,17 +48,6 @@ def _checked(rank, size, options, sunk):
     return True
 
 
-def test_a_call_is_checked_once(monkeypatch):
-    checked, check = [], request_module.check_tensors
-    monkeypatch.setattr(
-        request_module, "check_tensors", lambda *args, **kw: checked.append(args) or check(*args, **kw)
-    )
-    q, k, v = (x.requires_grad_() for x in problem(0, 16, dtype=torch.float32)[:3])
-    topology, mask = Topology.single(), Mask.causal()
-    burst_attention(q, k, v, topology=topology, mask=mask).sum().backward()
-    assert len(checked) == 1
-
-
 def test_the_operator_checks_what_a_graph_gives_it():
     q, k, v = problem(0, 16, dtype=torch.float32)[:3]
     for v_given, changes, words in (
@@ -74,32 +58,6 @@ def test_the_operator_checks_what_a_graph_gives_it():
         keyed = Keyed(OPTIONS._replace(**changes))
         with pytest.raises(ValueError, match=words):
             attention_forward(q, k, v_given, None, None, keyed.key, True)
-
-
-class Watch(TorchDispatchMode):
-    """Notes the operators of this package, as a policy of selective checkpointing sees them."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += [func.name()] * (func.namespace == "burst_mcore")
-        return func(*args, **(kwargs or {}))
-
-
-def test_operators_are_there_for_whoever_watches_and_cost_others_nothing():
-    p, runs = problem(0, 16, kv_heads=2, dtype=torch.float32), []
-    for watch in (nullcontext(), Watch()):
-        leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
-        with watch:
-            out = burst_attention(*leaves, topology=Topology.single(), mask=Mask.causal())
-            out.backward(p.dout)
-        runs.append((out.grad_fn.name(), [out, *(x.grad for x in leaves)]))
-    (plain, numbers), (watched, same) = runs
-    assert watch.seen == ["burst_mcore::attention_forward", "burst_mcore::attention_backward"]
-    assert plain == "BurstAttentionBackward" and "burst_mcore_attention_forward" in watched
-    assert all(map(torch.equal, numbers, same))
 
 
 @pytest.mark.parametrize(
@@ -141,23 +99,6 @@ def _compiled(rank, size, way, tokens):
 def test_a_call_compiles_into_one_graph(size, way, tokens):
     """Also where ranks of an uneven sequence share heads: a graph knows shapes of this rank alone."""
     assert all(processes(size, _compiled, way, tokens))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"return_lse": True, "return_max_logit": True}, {"softmax_scale": 0.5, "sinks": torch.ones(4)}],
-    ids=lambda x: ",".join(x) or "none",
-)
-def test_a_call_without_a_config_compiles_into_one_graph(options):
-    topology, mask = Topology.single(), Mask.causal()
-    p = problem(0, 16, dtype=torch.float32)
-
-    def attend(q, k, v):
-        return burst_attention(q, k, v, topology=topology, mask=mask, **options)
-
-    got, want = torch.compile(attend, fullgraph=True, backend="aot_eager")(*p[:3]), attend(*p[:3])
-    for x, y in zip(tree_leaves(got), tree_leaves(want), strict=True):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.usefixtures("few_objects")
@@ -205,7 +146,8 @@ def _moved(rank, size, config):
     return all(map(torch.equal, *got))
 
 
-def _fakes(rank, size):
+@on_ranks(1)
+def test_fakes_of_gradients_have_the_dtypes_and_strides_of_gradients(rank, size):
     """opcheck of backward for sinks of another dtype than q, and for weights of a latent that are a view."""
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -219,21 +161,6 @@ def _fakes(rank, size):
         out, lse, _, ticket = attention_forward(*tensors, keyed.key, True)
         inputs = torch.ones_like(out), None, *tensors, out, lse, ticket, keyed.key
         torch.library.opcheck(attention_backward, inputs, test_utils="test_faketensor")
-    return True
-
-
-def test_fakes_of_gradients_have_the_dtypes_and_strides_of_gradients():
-    assert all(processes(1, _fakes))
-
-
-def test_what_a_call_keeps_ends_with_its_ticket_in_backward_too():
-    keyed, p = Keyed(OPTIONS), problem(0, 16, dtype=torch.float32)
-    *_, old = attention_forward(*p[:3], None, None, keyed.key, True)
-    out, lse, _, ticket = attention_forward(*p[:3], None, None, keyed.key, True)
-    address = old.data_ptr()
-    del old
-    attention_backward(out, None, *p[:3], None, None, out, lse, ticket, keyed.key)
-    assert address not in compiled._KEPT and ticket.data_ptr() in compiled._KEPT
 
 
 def test_options_that_are_gone_are_said_to_be():
@@ -241,12 +168,6 @@ def test_options_that_are_gone_are_said_to_be():
     gc.collect()
     with pytest.raises(RuntimeError, match="a traced call's options are gone: trace by torch.compile"):
         attention_forward(*p[:3], None, None, key, True)
-
-
-def test_keys_of_rings_of_other_sizes_differ():
-    """Torch's caches of graphs on disk know the key, and not that a ticket has a number for each rank."""
-    of_two = OPTIONS._replace(topology=Topology(rank=0, size=2))
-    assert Keyed(OPTIONS).key.endswith(" of 1") and Keyed(of_two).key.endswith(" of 2")
 
 
 class Wrapped(torch.Tensor):
@@ -276,14 +197,10 @@ def test_hooks_may_move_what_a_compiled_call_saves():
     assert all(processes(2, _moved, BurstConfig()))
 
 
-def _moved_with_heads_shared(rank, size):
+@on_ranks(2)
+def test_hooks_may_not_move_them_where_ranks_share_heads(rank, size):
     with pytest.raises(Exception, match="a hook has moved the saved tensors of a compiled call"):
         _moved(rank, size, BurstConfig(head_parallel=2))
-    return True
-
-
-def test_hooks_may_not_move_them_where_ranks_share_heads():
-    assert all(processes(2, _moved_with_heads_shared))
 
 
 def test_a_ticket_is_forgotten_with_its_tensor():
@@ -294,21 +211,6 @@ def test_a_ticket_is_forgotten_with_its_tensor():
     del tickets
     attention_forward(*p[:3], None, None, keyed.key, True)
     assert len(addresses & compiled._KEPT.keys()) <= 1  # the new ticket may have the memory of an old one
-
-
-def test_gradients_outlive_the_mask():
-    p = problem(1, 16)
-    q, k, v = (x.requires_grad_() for x in p[:3])
-    mask = Mask.causal() & Mask.documents([0, 5, 16])
-    want = dense(p, mask)
-    out = burst_attention(q, k, v, topology=Topology.single(), mask=mask)
-    del mask
-    for cache in (plan_of, call_of, question._typical, mask_module._bands):  # they hold masks as well
-        cache.cache_clear()
-    request_module._LEGAL.clear()
-    gc.collect()
-    out.backward(p.dout)
-    assert error(q.grad, want.dq) < 1e-12
 
 
 def test_captures_in_cuda_graphs_are_refused(monkeypatch):

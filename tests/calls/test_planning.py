@@ -2,7 +2,6 @@
 
 import random
 import sys
-from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.request import Options, Tensors, validate
-from burst_mcore.rollouts import tree_mask, trees
+from burst_mcore.rollouts import tree_mask
 
 RANKS, TOKENS = 64, 2**20
 GROUPS = SimpleNamespace(backends="none", reach=lambda device: True)
@@ -58,35 +57,6 @@ def _tiles(call):
 def _no_device(monkeypatch):
     """Nothing is computed: tensors are on no device, for which there is no kernel."""
     monkeypatch.setattr(resolve_module, "choose", lambda *_: KERNELS["aten-cpu"])
-
-
-def _groups(nodes, seed):
-    """A tree of groups of rollouts: prompts, each with eight nodes below, in turns and branches."""
-    draw, parents, path = random.Random(seed), [], []
-    for node in range(nodes):
-        path = path[: draw.randint(1, len(path))] if node % 9 else []
-        parents.append(path[-1] if path else -1)
-        path.append(node)
-    cuts = [0, *sorted(draw.sample(range(1, TOKENS), nodes - 1)), TOKENS]
-    return torch.tensor([*parents, *(b - a for a, b in pairwise(cuts))])
-
-
-def test_the_masks_and_depths_of_a_tree_are_made_once_a_batch(monkeypatch):
-    made = Counter()
-
-    def counted(mask, nodes=trees._nodes):
-        made[mask] += 1
-        return nodes(mask)
-
-    monkeypatch.setattr(trees, "_nodes", counted)
-    tree, windows = _groups(1000, seed=3), (Mask.window(1023, 0), Mask.window(255, 0))
-    for window in windows:
-        tree_mask(tree, window), trees.depths(tree)
-    assert made == {tree_mask(tree): 3}  # of two windows, and of depths
-    for _ in range(5):  # layers and forwards get copies, as of a loader or from a device
-        for window in windows:
-            tree_mask(tree.clone(), window), trees.depths(tree.clone())
-    assert made == {tree_mask(tree): 3}
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "for_mask"])

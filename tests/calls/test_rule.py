@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planned import packed
 
 from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention import candidates as question_module
 from burst_mcore.attention import choose as choose_module
-from burst_mcore.attention.candidates import Family, Question, Ranks, legal_degrees, why_not_degree
+from burst_mcore.attention.candidates import Family, Question, Ranks
 from burst_mcore.attention.choose import Candidate, best, decide
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.rates import CPU, CUDA, Rates
@@ -22,14 +20,6 @@ A800 = Rates(intra=200e9, inter=25e9, compute=156e12)
 
 def _shard(heads, kv_heads, *, tokens=64):
     return share_of(tokens, heads, kv_heads, 128, torch.bfloat16)
-
-
-def test_legal_degrees():
-    assert legal_degrees(Ranks(32, 8), 32, 8) == [1, 2, 4, 8, 16, 32]
-    assert legal_degrees(Ranks(12, 6), 12, 6) == [1, 2, 3, 6, 12]
-    assert legal_degrees(Ranks(8, 8), 40, 40) == [1, 2, 4, 8]
-    assert "do not divide one another" in why_not_degree(4, Ranks(4, 4), 12, 6)
-    assert "does not divide the 4 ranks" in why_not_degree(3, Ranks(4, 4), 12, 6)
 
 
 def test_a_call_with_one_way_left_counts_nothing(monkeypatch):
@@ -79,36 +69,8 @@ def test_the_plainest_calls_run_rings(nodes, intra, mask):
         assert not route.mirrored or mask == Mask.causal()
 
 
-@pytest.mark.parametrize(
-    "mask", [Mask.causal(), Mask.full(), Mask.window(4095, 0), packed(2**18, 0)], ids=str
-)
-@pytest.mark.parametrize("kv_heads", [32, 8])
-def test_a_long_ring_is_decided_as_a_shorter_one(mask, kv_heads, monkeypatch):
-    """Steps repeat: 128 ranks counted as 64 take the way that 128 ranks take."""
-    n = 4096 * 128
-    mask = packed(n, 0) if mask.document_ends is not None else mask
-    question = Question(_shard(32, kv_heads, tokens=4096), Layout("zigzag"), mask, n, Ranks(128, 8), CUDA)
-    short = question.typical.shortened((1,))
-    assert short.ranks == Ranks(64, 8) and short.n == n // 2
-    few = decide(BurstConfig(), question)
-    monkeypatch.setattr(question_module, "MANY", 128)
-    choose_module._of_kind.cache_clear()
-    assert question.typical.shortened((1,)) == question.typical
-    assert few == decide(BurstConfig(), question)
-
-
 def test_masks_whose_parts_differ_are_counted_on_all_ranks():
     mask = Mask.causal() & Mask.blocks(torch.ones(64, 64).bool(), 8192)
     question = Question(_shard(32, 8, tokens=4096), Layout("zigzag"), mask, 2**19, Ranks(128, 8), CUDA)
     assert question.shortened((1,)) is question
     assert replace(question, mask=Mask.causal()).shortened((1, 16)).ranks.size == 64
-
-
-def test_slower_links_within_a_node_slow_the_ring_that_crosses_them():
-    question = Question(_shard(8, 8, tokens=4096), Layout("zigzag"), Mask.full(), 2**15, Ranks(8, 8), A800)
-    slow = replace(question, rates=replace(A800, levels=((4, 1e8),)))
-    fast, far = (
-        choose_module.candidates(each, question_module.settings_of(BurstConfig(), each))
-        for each in (question, slow)
-    )
-    assert all(b.seconds > 10 * a.seconds for a, b in zip(fast, far, strict=True))

@@ -1,15 +1,19 @@
 """Engines in company: compiled ones, and plain ones that are made after."""
 
+from itertools import product
+
 import deepspeed
 import pytest
 import torch
 from engines import config_of, dataset, model_of, plain, plain_loss, start, trained, worst
-from ranks import on_ranks, processes
+from ranks import on_ranks
 
 
-def _compiled(rank, size, cases):
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled(rank, size):
     losses, gradients, _, parameters = plain(dataset(1, tokens=41))
-    for how, stage in cases:
+    for how, stage in product(("engine", "model"), (2, 3)):
         engine, loader = start(config_of(stage, size), dataset(1, tokens=41))
         (engine if how == "engine" else engine.module).compile(backend="eager")
         ours, found, _, stepped = trained(engine, loader, 1)
@@ -17,15 +21,6 @@ def _compiled(rank, size, cases):
         assert ours == pytest.approx(losses, rel=1e-5)
         assert worst(found, gradients) < 1e-5
         assert worst(stepped, parameters) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [[("engine", 2)], pytest.param([("engine", 3), ("model", 3), ("model", 2)], marks=pytest.mark.slow)],
-    ids=["an engine of ZeRO-2", "others"],
-)
-def test_compiled(cases):
-    processes(2, _compiled, cases)
 
 
 @on_ranks(2)

@@ -20,8 +20,6 @@ from engines import (
 from ranks import on_ranks, processes
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.attention.runtime import topology
-from burst_mcore.transformers.models import attention
 
 CLIP = 0.5
 STAGES = (0, 1, 2, 3)
@@ -207,18 +205,3 @@ def test_bfloat16_is_as_exact_as_one_process(rank, size):
         loss, loss_bar = (abs(x.item() / exact - 1) for x in (loss, alone))
         assert bar > 1e-4 and ours <= 2 * bar, (name, ours, bar)
         assert loss <= 2 * max(loss_bar, torch.finfo(torch.bfloat16).eps / 2), (name, loss, loss_bar)
-
-
-@on_ranks(4)
-def test_auto_is_the_calls_own_over_nodes(rank, size):
-    """Two nodes of two ranks: the hosts are what this says."""
-    topology.host_name = lambda: f"host {rank // 2}"
-    seen, attend = [], attention.burst_attention
-
-    def burst_attention(*tensors, config, **options):
-        seen.append((options["topology"].nodes, config.head_parallel))
-        return attend(*tensors, config=config, **options)
-
-    attention.burst_attention = burst_attention
-    hold(size, size, (2, True, 1, "zigzag", (4, 4)), rank, {"head_parallel": "auto"})
-    assert set(seen) == {(2, "auto")}

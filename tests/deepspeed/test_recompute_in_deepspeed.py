@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import config_of, dataset, model_of, plain, quiet, start, worst
 from kernel_calls import rows_of_kernel_calls
-from ranks import on_ranks, poison, processes
+from ranks import on_ranks, poison
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.config.section import Checkpointing
@@ -40,7 +40,25 @@ def _packed():
     return {"input_ids": ids, "cu_seqlens": torch.tensor([0, 9, 10, TOKENS])}
 
 
-def _policies(rank, size, stage, policies):
+HALF = LAYERS * TOKENS * 4 * (8 * 4 + 4) / 2 / 2 / 1e9
+"""GB of half of O and LSE of a rank of two."""
+ZERO_2 = {
+    "none": {"policy": "none"},
+    "segment": SEGMENT,
+    "auto": {"policy": "segment", "keep": "auto", "memory_gb": HALF},
+    "full": {"policy": "full"},
+    "none again": {"policy": "none"},
+}
+ZERO_3 = {
+    "none": {"policy": "none"},
+    "attention": {"policy": "attention"},
+    "offload": {**SEGMENT, "offload": True},
+}
+
+
+@pytest.mark.parametrize(("stage", "policies"), [(2, ZERO_2), (3, ZERO_3)], ids=["ZeRO-2", "ZeRO-3"])
+@on_ranks(2)
+def test_gradients_and_rows(rank, size, stage, policies):
     """Hold losses and gradients of each policy to those without, and the rows that it attends again."""
     kept = 2 * LAYERS * TOKENS // 4  # the last half of the queries of a rank attends in both steps of two
     rows, without = rows_of_kernel_calls(), {}
@@ -61,27 +79,6 @@ def _policies(rank, size, stage, policies):
             attends_again = {"full": forward, "segment": forward - kept}.get(checkpointing["policy"], 0)
             assert forward > kept and again == attends_again, (name, batch, forward)
         engine.destroy()
-
-
-HALF = LAYERS * TOKENS * 4 * (8 * 4 + 4) / 2 / 2 / 1e9
-"""GB of half of O and LSE of a rank of two."""
-ZERO_2 = {
-    "none": {"policy": "none"},
-    "segment": SEGMENT,
-    "auto": {"policy": "segment", "keep": "auto", "memory_gb": HALF},
-    "full": {"policy": "full"},
-    "none again": {"policy": "none"},
-}
-ZERO_3 = {
-    "none": {"policy": "none"},
-    "attention": {"policy": "attention"},
-    "offload": {**SEGMENT, "offload": True},
-}
-
-
-@pytest.mark.parametrize(("stage", "policies"), [(2, ZERO_2), (3, ZERO_3)], ids=["ZeRO-2", "ZeRO-3"])
-def test_gradients_and_rows(stage, policies):
-    processes(2, _policies, stage, policies)
 
 
 def test_policies_replace_each_other_and_leave_what_the_user_had():

@@ -12,7 +12,6 @@ from ranks import on_ranks
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.config.refusals import refuse_config
-from burst_mcore.deepspeed.config.settings import zero
 from burst_mcore.deepspeed.ranks.cpu import without_builds
 from burst_mcore.transformers import errors
 from burst_mcore.transformers.errors import RefusedError
@@ -216,15 +215,6 @@ def test_configurations(config, said):
         refuse_config(config)
         without_builds(config)
     assert said in str(error.value)
-
-
-def test_settings_are_read_as_deepspeed_reads_them():
-    for stage, read in ((3, 3), ("3", 3), (2, 2)):
-        assert zero({"zero_optimization": {"stage": stage}}).stage == read
-    assert zero({"zero_optimization": True}).stage == 1 and zero({}).stage == 0
-    assert zero({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}).stage == 3
-    with pytest.raises(RefusedError, match="zero_optimization"):
-        zero({"zero_optimization": {"stage": 7}})
 
 
 def test_versions(monkeypatch):

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from burst_mcore import BurstConfig
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
@@ -16,13 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "deepspeed-section.md"
 def test_all_defaults_without_a_section():
     assert section_of({}) == Section()
     assert section_of({"burst_attention": {}}).attention == BurstConfig()
-
-
-def test_a_section_makes_the_configuration_of_calls():
-    given = {"layout": "stacked-zigzag:4", "backward": "kv", "head_parallel": 2, "grad_dtype": "bfloat16"}
-    config = section_of({"burst_attention": given}).attention
-    assert str(config.layout) == "stacked-zigzag:4"
-    assert (config.backward, config.head_parallel, config.grad_dtype) == ("kv", 2, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

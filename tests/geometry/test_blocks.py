@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
-from burst_mcore.attention.geometry.pattern import Abilities, Pattern
+from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.blocks import blocks
@@ -56,9 +56,3 @@ def test_every_pair_is_walked_once(draw, n, size, block_m, block_n):
                 assert torch.equal(
                     _walked(tile.pattern, block_m, block_n, by_columns), tile.pattern.table.int()
                 )
-
-
-def test_a_causal_square_is_walked_without_what_is_empty():
-    lists = blocks(Pattern((64, 64), high=0), 16, 16, by_columns=False)
-    assert lists.starts.tolist() == [0, 1, 3, 6, 10]
-    assert (lists.full - lists.starts[:-1]).tolist() == [0, 1, 2, 3]  # all but the diagonal need no mask

@@ -95,18 +95,6 @@ def _rows_sent(plan, route, pass_="forward"):
     return sum(plan.rows if action.rows is None else count(action.rows) for action in sends)
 
 
-@pytest.mark.parametrize("size", [4, 8, 16])
-def test_a_mirrored_ring_drops_the_late_half_of_causal_zigzag(size):
-    plan = plan_for(Layout("zigzag"), Mask.causal(), 16 * size, size)
-    dense = size * (size - 1) * plan.rows
-    ring, mirrored, direct = (
-        _rows_sent(plan, route)
-        for route in (Route(1, size), Route(1, size, mirrored=True), Route(1, size, direct=True))
-    )
-    assert mirrored == direct == plan.reading(of_queries=False).elsewhere == dense * 3 / 4
-    assert mirrored < ring <= dense
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_window_moves_halos_whatever_the_length(layout):
     size, window = 8, 32

@@ -143,13 +143,6 @@ def test_a_window_counts_tokens_along_a_rollout(draw, n, left):
     assert torch.equal(from_bands(mask, n), seen.int())
 
 
-def test_trees_that_are_legal_lists_or_without_tokens():
-    assert tree_mask([-1, 0, 3, 3], Mask.window(4, 0)) == tree_mask(TWO, Mask.window(4, 0))
-    assert depths([-1, 0, 0, 3, 2, 1]).tolist() == [0, 1, 2, 3, 4, 3]
-    assert padded([-1, 3], 2).tolist() == [-1, -1, 3, 2]
-    assert len(depths([-1, 0])) == 0 and tree_mask([-1, 0], Mask.window(4, 0)) == Mask.tree([-1], [0])
-
-
 @pytest.mark.parametrize("weights", [None, [1.0, 0.5, 2.0, 0.25], [[0.5] * 5, 2.0, [0.0, 1.0, 4.0], 1.0]])
 def test_the_loss_is_the_weighted_mean_over_the_labels_of_all_rollouts(weights):
     rollouts = [[1, 2, 3, 4, 1], [1, 2, 3, 0], [1, 2, 3], [1, 2, 4, 4, 4]]
@@ -256,12 +249,3 @@ def test_batches_that_do_not_go_with_their_tree():
     )
     for other, tokens, words in cases:
         assert words in why_not_its_row({**batch, **other}, tokens)
-
-
-def test_a_comb_takes_few_bands_if_its_path_stands_before_its_branches():
-    count, lengths = 40, [4] * 80
-    before = [*range(-1, count - 1), *range(count)]
-    between = [-1, 0, *(x for i in range(1, count) for x in (2 * i - 2, 2 * i))]
-    first, other = (tree_mask([*parents, *lengths], Mask.window(80, 0)) for parents in (before, between))
-    assert len(first.bands(320)) == 3 * count
-    assert len(other.bands(320)) > 0.7 * count**2

@@ -62,14 +62,6 @@ def test_what_does_not_divide_leaves_some_ranks_fewer():
     assert [len(positions(2, rank=r, size=4, layout="contiguous")) for r in range(4)] == [1, 1, 0, 0]
 
 
-def test_shard_is_differentiable_and_new():
-    x = torch.randn(8, requires_grad=True)
-    part = shard(x, 0, rank=0, size=2, layout="contiguous")
-    part.sum().backward()
-    assert x.grad.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert part.data_ptr() != x.data_ptr()
-
-
 def test_layout_is_a_value_with_a_word():
     assert Layout.of("zigzag") == Layout("zigzag") == Layout.of(Layout("zigzag")) == Layout()
     assert Layout.of("stacked-zigzag:4") == Layout("stacked-zigzag", stacks=4)

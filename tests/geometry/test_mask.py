@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,13 +9,10 @@ from hypothesis import strategies as st
 from masks import brute, random_mask, random_union, randoms
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.candidates import Question, Ranks
-from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.layout import positions
 from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
 from burst_mcore.mask import SLICES
 from burst_mcore.rollouts import tree_mask
-from burst_plan.machines import MACHINES
 from burst_plan.simulate.cost import allowed_pairs
 
 
@@ -64,27 +60,12 @@ def test_work_is_counted(draw, n):
             assert of_keys[rank] == seen[:, at].sum()
 
 
-def test_a_call_with_images_in_documents_is_planned_by_the_kind_of_its_mask():
-    mask = Mask.documents([0, 30, 80, 256]) & (Mask.causal() | Mask.images([(100, 200)]))
-    sizes = {"batch": 1, "tokens": 128, "heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
-    shard, rates = Shard(**sizes, dtype=torch.float32), MACHINES["H100"].rates
-    typical = Question(shard, Layout("zigzag"), mask, 256, Ranks(2, 2), rates).typical.mask
-    assert any(100 < end < 200 for end in typical.document_ends.tolist())
-    at = torch.arange(256)
-    assert torch.equal(from_bands(typical, 256), typical.allows(at, at).int())
-
-
 @given(randoms, st.integers(1, 40))
 def test_a_union_is_that_of_pairs_in_any_order(draw, n):
     a, b = random_union(draw, n), random_union(draw, n)
     assert torch.equal(brute(a | b, n), brute(a, n) | brute(b, n))
     assert a | b == b | a
     assert hash(a | b) == hash(b | a)
-
-
-def test_a_union_of_masks_that_allow_nothing_is_one_of_them_in_any_order():
-    a, b = (Mask.images([]) & mask for mask in (Mask.causal(), Mask.window(0, 0)))
-    assert a | b == b | a and not brute(a | b, 3).any()
 
 
 @given(randoms, st.integers(1, 40))
@@ -179,33 +160,6 @@ def test_a_tensor_of_documents_is_read_again_when_it_changes():
     assert Mask.documents(cu) == Mask.documents([0, 5, 8])
 
 
-@pytest.mark.parametrize("count", [8, 1024])
-def test_pieces_grow_with_the_edges_of_the_parts(count):
-    n, half = 64 * count, count // 2
-    images = Mask.images([(64 * i + 8, 64 * i + 40) for i in range(count)])
-    packed = Mask.documents(range(0, n + 1, 64))
-    shifted = Mask.documents([0, *range(32, n, 64), n])
-    rollouts = Mask.tree([-1, *[0] * half, *range(1, half + 1)], [n - 63 * count, *[63] * count])
-    depth_first = Mask.tree(
-        [-1, *(x for i in range(half) for x in (0, 2 * i + 1))], [n - 63 * count, *[63] * count]
-    )
-    turns = Mask.tree(range(-1, count - 1), [64] * count)
-    for mask, most in (
-        (Mask.causal() | images, count + 1),  # what lies above the diagonal of each image
-        (Mask.window(99, 0) | images, count + 1),
-        (packed & (Mask.causal() | images), 2 * count),
-        (packed | shifted, 3 * count + 1),
-        (packed & Mask.causal() | shifted, 5 * count),
-        (Mask.prefix([32] * count, range(0, n + 1, 64)), 2 * count),
-        (Mask.chunked(64), count),
-        (depth_first, count + 1),
-        (rollouts, 3 * half + 1),  # a node's descendants are two runs
-        (turns, 1),  # is causal
-    ):
-        assert len(mask.bands(n)) <= most, mask
-    assert torch.equal(turns.bands(n), Mask.causal().bands(n))
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -259,15 +213,6 @@ def test_bad_masks_say_what_came_and_what_is_legal(call, words):
 
 def test_an_image_may_begin_and_end_with_its_document():
     (Mask.documents([0, 4, 8]) & (Mask.causal() | Mask.images([(0, 4), (5, 8)]))).check(8)
-
-
-def test_other_spellings_are_the_same_masks():
-    assert Mask.window(np.int64(3), np.int32(0)) == Mask.window(3, 0)
-    assert str(Mask.dilated(np.int64(8), np.int64(2))) == str(Mask.dilated(8, 2))
-    kinds = ["inv_causal", "BICAUSAL"]
-    slices = [(0, 4), (4, 8)]
-    assert Mask.ranges(slices, slices, kinds) == Mask.ranges(slices, slices, ["inverse causal", "bi-causal"])
-    assert not Mask.ranges([], []).allows(torch.arange(4), torch.arange(4)).any()
 
 
 def _packed(n, documents):

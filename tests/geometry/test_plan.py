@@ -6,14 +6,13 @@ import random
 
 import pytest
 import torch
-from counting import count_calls
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from masks import brute, layouts, random_layout, random_mask, randoms
+from masks import brute, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import tiles as tiles_module
-from burst_mcore.attention.geometry.pattern import Abilities, band_pairs, listed
+from burst_mcore.attention.geometry.pattern import Abilities, listed
 from burst_mcore.attention.geometry.plan import Plan, plan_for
 from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles, tiles_of
@@ -117,24 +116,6 @@ def test_rows_of_classes_lie_where_all_rows_rotate(draw, size, heads, stride):
                 assert all(any(min(x) in own and max(x) in own for own in rotate) for x in rows)
 
 
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(-14, 14), st.integers(-14, 14))
-def test_pairs_of_a_band_are_counted(rows, columns, low, high):
-    ahead = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
-    low, high = min(low, high), max(low, high)
-    assert band_pairs(rows, columns, low, high) == ((ahead >= low) & (ahead <= high)).sum()
-
-
-@pytest.mark.parametrize("size", range(1, 9))
-def test_causal_zigzag_needs_one_piece_a_pair_and_is_balanced(size):
-    plan = plan_for(Layout("zigzag"), Mask.causal(), 16 * size, size)
-    work = []
-    for q_at in range(size):
-        pieces = [listed(plan.pieces(q_at, k_at)) for k_at in range(size)]
-        assert all(len(each) == 1 for each in pieces)
-        work.append(sum(each[0].pairs for each in pieces))
-    assert len(set(work)) == 1
-
-
 def test_causal_zigzag_pieces_are_those_of_the_design():
     plan = plan_for(Layout("zigzag"), Mask.causal(), 32, 4)
 
@@ -147,31 +128,6 @@ def test_causal_zigzag_pieces_are_those_of_the_design():
     assert tile(1, 2) == ((range(4, 8),), (range(8),), False)  # back queries x all keys
 
 
-def test_striped_pieces_are_those_of_the_design():
-    plan = plan_for(Layout("striped"), Mask.window(4, 0), 32, 4)
-    on, off = (listed(plan.pieces(*at)) for at in ((2, 1), (1, 2)))
-    assert [(p.m0, p.m1, p.n0, p.n1, p.low, p.high) for p in on] == [(0, 8, 0, 8, 0, 0)]  # 5 tokens back: 1
-    assert [(p.m0, p.m1, p.n0, p.n1) for p in off] == [(1, 8, 0, 7)]  # shifted by one: q[1:], k[:-1]
-    assert off[0].low == 0  # n <= m after the shift, and no further back than (5 - 1 - (1 - 2)) // 4 rows
-
-
-def test_dilated_on_stripes_of_its_step_stays_at_home():
-    plan = plan_for(Layout("striped"), Mask.dilated(40, 4), 64, 4)
-    assert all((plan.needed(a, b, of_queries=False) == ()) == (a != b) for a in range(4) for b in range(4))
-
-
-@pytest.mark.parametrize(("size", "heads"), [(1, 4), (2, 2), (3, 2), (2, 4)])
-def test_the_rows_of_a_head_group_are_those_of_its_members(size, heads):
-    for layout in layouts(size * heads):
-        n = 4 * layout.divisor(size * heads)
-        plan = plan_for(layout, Mask.causal(), n, size, heads)
-        for position in range(size):
-            at = _rows(plan, position)
-            for member in range(heads):
-                own = positions(n, rank=position * heads + member, size=size * heads, layout=layout)
-                assert at[_index(plan.member_rows(position, member))].tolist() == own.tolist()
-
-
 def test_small_pieces_share_a_call_and_large_ones_do_not():
     short = plan_for(Layout("contiguous"), Mask.documents(range(0, 1025, 8)) & Mask.causal(), 1024, 1)
     alone = tiles(short.pieces(0, 0), Abilities())
@@ -181,29 +137,3 @@ def test_small_pieces_share_a_call_and_large_ones_do_not():
     assert sum(math.prod(tile.pattern.shape) for tile in together) < 1024 * 1024 / 5  # nowhere near dense
     long = plan_for(Layout("contiguous"), Mask.documents([0, 2048, 4096]) & Mask.causal(), 4096, 1)
     assert [tile.pattern.causal for tile in tiles(long.pieces(0, 0), Abilities(masks=True))] == [True, True]
-
-
-def test_blocks_of_one_row_are_gathered():
-    matrix = torch.eye(16, dtype=torch.bool)
-    matrix[:, ::3] = True
-    plan = plan_for(Layout("contiguous"), Mask.blocks(matrix, 128), 2048, 1)
-    found = tiles(plan.pieces(0, 0), Abilities(masks=True))
-    assert len(found) == 16
-    assert all(not tile.pattern.masked and len(tile.q) == 1 for tile in found)
-
-
-@pytest.mark.parametrize("keys_stay", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "block-striped:4096"])
-def test_a_position_meets_all_others_at_once(layout, keys_stay):
-    """After the pieces with the first other position, those with the others take hardly any calls."""
-    n, size, at = 2**16, 64, 31
-
-    def calls(others):
-        plan = Plan(Layout.of(layout), Mask.window(n // 2, 0), n, Placement(size))
-        assert plan.reading(of_queries=False).meets.any()
-        pairs = [(other, at) if keys_stay else (at, other) for other in others]
-        return count_calls(lambda: [plan.pieces(*pair, keys_stay=keys_stay) for pair in pairs])
-
-    first = 32 if keys_stay else 30
-    few, many = calls([first]), calls([first, *(other for other in range(size) if other not in (at, first))])
-    assert many - few < 10 * size

@@ -72,13 +72,6 @@ def test_plain_zigzag_takes_what_pays_and_says_what_is_better(caplog):
         assert 1 - cut.time >= cut.keep - 1e-9
 
 
-def test_at_most_never_keeps_more():
-    for tenths in range(11):
-        for layout in ("zigzag", "stacked-zigzag:2", "striped", "contiguous"):
-            cut = cut_for(tenths / 10, Layout.of(layout), CAUSAL, 1024, 4, at_most=True)
-            assert cut.keep <= tenths / 10 + 1e-9
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_any_mask_and_layout(seed):
     draw = random.Random(seed)
@@ -98,14 +91,6 @@ def test_any_mask_and_layout(seed):
         piece.pairs for q in range(size) for k in range(size) for piece in listed(of_prefix.pieces(q, k))
     )
     assert pairs == int(allowed)
-
-
-def test_rows_that_are_read_end_at_the_cut():
-    n = 8192
-    many = CAUSAL & Mask.documents(range(0, n + 1, 4))
-    plan = plan_for(Layout("striped"), many, n, 4)
-    assert plan.needed(0, 1, of_queries=False) == (range(n // 4),)
-    assert plan.prefix(n // 2).needed(0, 1, of_queries=False) == (range(n // 8),)
 
 
 @pytest.mark.parametrize("keep", [-0.1, 1.1, float("nan"), "half", True, None])

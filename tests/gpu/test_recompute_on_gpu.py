@@ -4,11 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import processes
-from staging import stage
 
-from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment, checkpoint
 
 N, HEADS, DIM, LAYERS = 2048, 8, 64, 4
@@ -58,24 +55,6 @@ def test_gradients_are_those_without(policy):
     want = _step(None, layers, weights, x)
     for _ in range(3):  # buffers that are used again would show
         _close(_step(POLICIES[policy], layers, weights, x), want, POLICIES[policy])
-
-
-def _on_a_ring(rank, size, policy):
-    torch.cuda.set_device(0)
-    stage()
-    topology = Topology.from_group(dist.group.WORLD)
-    width, config = HEADS * DIM, BurstConfig(layout="striped", deterministic=True)
-    layers, weights = _layers(topology, config, width)
-    x = torch.randn(1, N, width, device="cuda", dtype=torch.bfloat16)
-    x = shard(x, 1, rank=rank, size=size, layout="striped").requires_grad_()
-    want = _step(None, layers, weights, x)
-    _close(_step(policy, layers, weights, x), want, policy)
-    return True
-
-
-@pytest.mark.parametrize("policy", ["segment", "segment, offloaded"])
-def test_ranks_that_share_a_gpu(policy):
-    assert all(processes(2, _on_a_ring, POLICIES[policy], start="spawn"))
 
 
 def _kept(policy):

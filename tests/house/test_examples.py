@@ -9,32 +9,10 @@ import re
 import shlex
 from pathlib import Path
 
-import compare
 import finetune_hf
-import prepare_bytes
 import train
-from job import Iteration
 
 ROOT = Path(__file__).parents[2]
-
-
-def _iterations(losses, norm=1.0):
-    return [Iteration(i + 1, loss, norm, 0.5 if i else None) for i, loss in enumerate(losses)]
-
-
-def test_compare_takes_the_largest_relative_difference_of_full_runs():
-    one, other = _iterations([2.0] * 20), _iterations([2.0] * 19 + [2.002], norm=1.01)
-    assert compare.difference(other, one) == pytest.approx((1e-3, 1e-2))
-    with pytest.raises(ValueError, match="20 iterations"):
-        compare.difference(one[:3], one[:3])
-
-
-def test_pieces_are_the_text_cut_at_line_ends():
-    text = b"".join(b"line %d\n" % i for i in range(1000)) + b"no newline"
-    pieces = list(prepare_bytes.pieces(text))
-    assert b"".join(pieces) == text
-    assert all(piece.endswith(b"\n") and len(piece) >= prepare_bytes.PIECE for piece in pieces[:-1])
-    assert list(prepare_bytes.pieces(b"")) == []
 
 
 def test_commands_of_fine_tuning_are_legal_and_say_which_files_are_text():

@@ -11,10 +11,8 @@ from masks import random_layout
 from test_simulation import simulate
 
 from burst_mcore import Layout, Mask, packages
-from burst_mcore.attention.geometry import tiles as tiles_module
 from burst_mcore.attention.geometry.pattern import Abilities
 from burst_mcore.attention.geometry.plan import plan_for
-from burst_mcore.attention.geometry.rows import Rows
 from burst_mcore.attention.geometry.tiles import LARGE, launches_of, tiles_of
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
 from burst_mcore.attention.schedule.route import Route
@@ -67,22 +65,6 @@ def test_all_documents_of_a_rank_are_one_or_two_launches(layout):
         assert all(tile.pattern.packed for tile in met if len(tile.q[0]) > 4096)
     one_by_one = sum(map(len, _calls(mask, layout, n, size, Abilities(windows=True))))
     assert one_by_one > 15 * sum(map(len, _calls(mask, layout, n, size)))
-
-
-def test_long_documents_are_not_packed_with_others():
-    ends = torch.tensor([0, 8192, 16384, 16384 + 100, 16384 + 300])
-    (met,) = _calls(Mask.causal() & Mask.documents(ends), "contiguous", 16684, 1)
-    assert [tile.pattern.packed and tile.pattern.packed.q for tile in met] == [(100, 200), None, None]
-    assert tiles_module.PACKED < 8192**2
-    (alone,) = _calls(Mask.causal() & Mask.documents(ends[:3]), "contiguous", 16384, 1)
-    assert [tile.pattern.causal for tile in alone] == [True, True]
-
-
-def test_rows_of_packed_documents_that_lie_together_are_not_copied():
-    mask = Mask.causal() & Mask.documents(torch.tensor([0, 5, 6, 20, 32]))
-    (met,) = _calls(mask, "contiguous", 32, 1)
-    rows: Rows = (range(32),)
-    assert [(tile.q, tile.k, tile.pattern.packed.q) for tile in met] == [(rows, rows, (5, 1, 14, 12))]
 
 
 SCATTERED = torch.rand(1024, 1024, generator=torch.Generator().manual_seed(0)).tril() > 0.9

@@ -26,10 +26,8 @@ from burst_mcore import BurstConfig, Mask, Topology, packages
 from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.tiles import Launches
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
-from burst_mcore.attention.kernels.wrappers import _tell, leaves_small_tiles
-from burst_mcore.attention.numerics.rowwise import output_stand_in, row_delta
 from burst_mcore.attention.request import Options, request_of, shard_of
 from burst_mcore.attention.resolve import resolve
 
@@ -100,33 +98,6 @@ def test_no_kernel_loses_nan_in_a_tile_of_few_keys(vectors):
     env = {**os.environ, "ATEN_CPU_CAPABILITY": vectors, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout[-2000:] + done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-30, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_stand_in_for_out_has_its_rowsum_to_float32(dtype, scale):
-    p = problem(2, 64, dtype=dtype, dout_scale=scale)
-    out, _ = KERNELS["reference"].forward(p.q, p.k, p.v, Pattern((64, 64), high=0), Scores(0.25))
-    dout = p.dout.clone()
-    dout[:, 5] = 0
-    delta = row_delta(dout, out)
-    stand_in = output_stand_in(dout, delta)
-    assert (stand_in[:, 5] == 0).all()
-    got = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
-    rounding = 2 * torch.finfo(torch.float32).eps * dout.double().norm(dim=-1) * out.double().norm(dim=-1)
-    assert ((got - delta.double()).abs() <= rounding.transpose(1, 2) + 1e-45).all()
-    assert (stand_in.double().norm(dim=-1) <= 4 * out.double().norm(dim=-1)).all()
-
-
-def test_auto_takes_the_first_that_serves_and_says_why_it_is_slow(caplog):
-    choose.cache_clear()
-    with caplog.at_level(logging.INFO, logger="burst_mcore"):
-        assert choose("auto", _ask()).name == "aten-cpu"
-        assert choose("auto", _ask()).name == "aten-cpu"
-        assert len(caplog.records) == 1  # once
-        assert choose("auto", _ask(softcap=True)).name == "reference"
-    assert caplog.records[-1].levelno == logging.WARNING
-    assert "softcap" in caplog.records[-1].message
 
 
 @pytest.fixture
@@ -234,30 +205,6 @@ HALF = {"device": "cuda", "dtype": torch.float16}
 def test_a_kernel_that_cannot_serve_says_why(name, ask, words):
     with pytest.raises(ValueError, match=words):
         choose(name, _ask(**ask))
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (63, 128), (128, 63), (1, 1)])
-def test_small_tiles_are_left_to_another_and_it_is_said(shape, caplog):
-    asked, small = [], min(shape) < 64
-
-    def named(name):
-        def ask(*args):
-            asked.append(name)
-
-        return Kernel(name, lambda problem: None, ask, ask, False)
-
-    kernel = leaves_small_tiles(
-        named("cudnn"), lambda scores: named("exact" if scores.deterministic else "fast")
-    )
-    assert kernel.name == "cudnn"
-    _tell.cache_clear()
-    with caplog.at_level(logging.INFO, logger="burst_mcore"):
-        for deterministic in (False, True):
-            given = Pattern(shape), Scores(0.1, deterministic=deterministic)
-            kernel.forward(None, None, None, *given)
-            kernel.backward(None, *given)
-    assert asked == (["fast", "fast", "exact", "exact"] if small else ["cudnn"] * 4)
-    assert [record.message.rsplit(maxsplit=1)[1] for record in caplog.records] == ["fast", "exact"] * small
 
 
 class Operators(TorchDispatchMode):

@@ -1,6 +1,5 @@
 """Adapters of packages that are not here: stand-ins with the arguments of their releases, our arithmetic."""
 
-import functools
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,10 +13,9 @@ from dense import error, pattern_of, problem
 
 from burst_mcore import Mask, packages
 from burst_mcore.attention.geometry.pattern import Packed, Pattern, Piece
-from burst_mcore.attention.geometry.tiles import Launches
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
-from burst_mcore.attention.kernels.table import KERNELS, PREFERENCE, by_rank, choose
+from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.mask.bands import UNBOUNDED
 
@@ -30,7 +28,6 @@ STAND_INS = [
     ("te", "2.0", "transformer_engine", "2.0.0"),
     ("te", "2.15", "transformer_engine", "2.15.0"),
 ]
-TES = [each for each in STAND_INS if each[0] == "te"]
 
 
 @pytest.fixture
@@ -106,30 +103,7 @@ def test_an_adapter_takes_packed_sequences_in_one_call(stand_in, bounds, dims):
     as_reference(kernel, p, pattern, Scores(0.3), Pattern((m, n), parts=tuple(parts)))
 
 
-@of(TES)
-@pytest.mark.parametrize("tile", [Pattern((9, 9), high=0), Pattern((5, 11)), Pattern((11, 5))], ids=str)
-def test_te_calls_every_tile_of_documents_as_packed_sequences(stand_in, tile, monkeypatch):
-    """So that no tile is planned by its shape; the stand-in counts on it."""
-    (rows, columns), layouts = tile.shape, []
-    p = problem(0, 11, batch=2, kv_heads=2)
-    p = p._replace(q=p.q[:, :rows], dout=p.dout[:, :rows], k=p.k[:, :columns], v=p.v[:, :columns])
-    te = sys.modules[released.MODULES["te"]]
-
-    def noting(function):
-        @functools.wraps(function)  # its signature stays
-        def call(*args, **kwargs):
-            layouts.append(kwargs["qkv_layout"])
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("fused_attn_fwd", "fused_attn_bwd"):
-        monkeypatch.setattr(te, name, noting(getattr(te, name)))
-    as_reference(stand_in.kernel.of_documents, p, tile, Scores(0.3))
-    assert layouts == ["thd_thd_thd"] * 2
-
-
-@of(TES[-1:])
+@of(STAND_INS[-1:])
 @pytest.mark.parametrize(
     ("cudnn", "capability", "deterministic", "words"),
     [
@@ -186,13 +160,3 @@ def test_a_version_out_of_range_says_which_are_legal(monkeypatch):
     with pytest.raises(ValueError, match="flash-attn 2.4.1 is not from 2.6 on and below 2.9"):
         choose("flash2", ON_CUDA)
     packages.loaded.cache_clear()
-
-
-def test_every_rank_names_kernels_of_the_table_once():
-    for names in PREFERENCE.values():
-        assert len(set(names)) == len(names) and set(names) <= set(KERNELS)
-    assert by_rank("cpu") == ["aten-cpu", "reference"]
-    assert by_rank("cuda")[-1] == "reference"
-    small = Launches(alone=12, windows=20, packed=30, whole=30)
-    assert by_rank("cpu", small) == by_rank("cpu")
-    assert {*by_rank("cuda")} == {*by_rank("cuda", small)}

@@ -12,12 +12,11 @@ import limits
 import pytest
 import torch
 from cells import crossed
-from dense import dense, error, pattern_of, problem, share_score, single_kernel
+from dense import dense, error, pattern_of, problem, single_kernel
 from masks import random_layout, random_mask
 from test_simulation import simulate
 
 from burst_mcore import Layout, Mask
-from burst_mcore.attention import backward as backward_module
 from burst_mcore.attention.geometry.pattern import Pattern, Piece
 from burst_mcore.attention.geometry.plan import plan_for
 from burst_mcore.attention.geometry.tiles import tiles_of
@@ -147,35 +146,6 @@ def test_it_merges_and_adds_in_place_into_views():
         assert total[:, :8].isnan().all() and total[:, 56:].isnan().all()
 
 
-@pytest.mark.parametrize("mask", [Mask.causal(), Mask.full()], ids=str)
-def test_a_score_that_all_keys_share_is_not_rounded_between_tiles(mask):
-    """Each half of the keys merged into the other's result: as exact as in one launch.
-
-    Scores are exact: a CPU may round products of fewer keys in another order.
-    """
-    p, scores = problem(5, 48, kv_heads=2, dtype=torch.float32), Scores(0.25)
-    p = share_score(p._replace(q=p.q.round(), k=p.k.round()), 1000.0)
-    whole, want_lse = KERNEL.forward(p.q, p.k, p.v, pattern_of(mask, 48), scores)
-    out, lse = torch.full_like(whole, torch.nan), torch.full_like(want_lse, torch.nan)
-    for half, low in ((slice(0, 24), 0), (slice(24, 48), 24)):
-        pattern = Pattern((48, 24), high=-low if mask == Mask.causal() else None)
-        ours.merge_forward(p.q, p.k[:, half], p.v[:, half], pattern, scores, out, lse, fresh=low == 0)
-    assert lse.dtype == torch.float64 and (lse - want_lse).abs().max() < 1e-6  # float32 rounds by 3e-5
-    torch.testing.assert_close(out, whole, rtol=1e-6, atol=1e-6)
-
-
-def test_rows_that_see_nothing_are_zero_and_stay_as_they_are():
-    scores, p = Scores(0.25), problem(2, 40, dtype=torch.float32)
-    later = Pattern((40, 40), high=-30)  # only the last ten rows see something
-    out, lse = KERNEL.forward(p.q, p.k, p.v, later, scores)
-    assert (out[:, :30] == 0).all() and (lse[..., :30] == -torch.inf).all()
-    assert lse[..., 30:].isfinite().all()
-    x = BackwardInputs(p.dout, p.q, p.k, p.v, None, lse, row_delta(p.dout, out))
-    dq, dk, dv = KERNEL.backward(x, later, scores)
-    assert (dq[:, :30] == 0).all() and (dk[:, 10:] == 0).all()
-    assert all(gradient.isfinite().all() for gradient in (dq, dk, dv))
-
-
 @pytest.mark.parametrize("seed", crossed(range(8), quick=lambda seed: seed == 1))
 def test_what_is_not_finite_stays_in_its_document(seed):
     draw = random.Random(seed)
@@ -243,25 +213,6 @@ def test_on_a_ring_it_equals_dense_attention(at, direction, deterministic):
     got, *_ = simulate(p, mask, layout, route, direction, "triton", dtype=torch.float32, **options)
     for name, g, w in zip(("out", "lse", "dq", "dk", "dv"), got, dense(p, mask), strict=True):
         assert error(g, w) < 3e-6, name
-
-
-@pytest.mark.usefixtures("on_threads")
-@pytest.mark.parametrize(("direction", "deterministic"), [("query", True), ("kv", False)])
-def test_it_adds_to_rotating_sums_in_their_dtype(direction, deterministic, monkeypatch):
-    """Sums in float64 hold what float32 cannot: each adds up shares that differ in size."""
-    sums, accumulate = [], backward_module._Backward.accumulate
-
-    def seen(self, totals, held, first, complete):
-        accumulate(self, totals, held, first, complete)
-        sums.extend((total.clone(), first) for total in totals)
-
-    monkeypatch.setattr(backward_module._Backward, "accumulate", seen)
-    p = problem(3, 48, heads=2, kv_heads=1, dtype=torch.float32)
-    route = Route(1, 4)  # on a ring of 3 the second share completes the sum, which goes home rounded
-    options = {"dtype": torch.float64, "deterministic": deterministic}
-    simulate(p, Mask.causal(), "zigzag", route, direction, "triton", **options)
-    assert all(total.dtype == torch.float64 for total, _ in sums)
-    assert any((total != total.float()).any() for total, first in sums if not first)
 
 
 def _compiling(statement, seconds=limits.SECONDS):

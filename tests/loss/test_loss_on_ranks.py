@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from heads import distance
 from plain_loss import linear_cross_entropy
-from ranks import processes
+from ranks import on_ranks, processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -246,20 +246,6 @@ def test_a_dtensor_is_refused_by_the_name_of_its_argument():
             assert f"{name} is a DTensor" in words and f"{name}.full_tensor()" in words and equal
 
 
-def extended(rank, size):
-    """A vocabulary of which the last half are copies of one row, as those that were added to it may be."""
-    group = dist.new_group(list(range(size)))
-    hidden, weight, labels, *_ = inputs(64)
-    weight[32:] = weight[:32].mean(0)
-    first, rows = shard(64, size, rank)
-    found = fused_linear_cross_entropy(hidden, weight[first : first + rows], labels, tp_group=group)
-    return distance(found, linear_cross_entropy(hidden, weight, labels))
-
-
-def test_rows_that_stand_twice_in_a_vocabulary_are_no_mistake():
-    assert max(processes(4, extended)) < 1e-12
-
-
 UPSTREAMS = (
     ("none", [1.0, 1, 1, 5], [2.0, 2, 2, 2]),  # the same sum
     ("none", [1.0, 0, 0, 1], [0.0, 1, 1, 0]),
@@ -268,7 +254,8 @@ UPSTREAMS = (
 """Reductions, and the gradients of two ranks."""
 
 
-def disagreeing(rank, size):
+@on_ranks(2)
+def test_upstream_gradients_that_differ_are_an_error_of_all(rank, size):
     group = dist.new_group([0, 1])
     for reduction, *upstream in UPSTREAMS:
         hidden, weight, labels = torch.randn(4, D), torch.randn(20, D).requires_grad_(), torch.arange(4)
@@ -276,10 +263,6 @@ def disagreeing(rank, size):
         loss = fused_linear_cross_entropy(hidden, part, labels, tp_group=group, reduction=reduction)
         with pytest.raises(RuntimeError, match="differ between ranks of its tp_group"):
             loss.backward(torch.tensor(upstream[rank]))
-
-
-def test_upstream_gradients_that_differ_are_an_error_of_all():
-    processes(2, disagreeing)
 
 
 def test_a_checksum_is_of_values_and_places():

@@ -193,26 +193,6 @@ def test_a_version_of_flash_attention_is_obeyed_or_refused(monkeypatch):
         kernel(**pinned)
 
 
-@megatron_on(1)
-def test_the_kernel_is_checked_for_the_dtype_of_the_calls():
-    """The constructor asks kernels for the dtype of calls, whatever the parameters have yet."""
-    tried, kernel_of = [], asked.kernel_of
-
-    def chosen(burst, config, problem):
-        tried.append(problem.dtype)
-        return kernel_of(burst, config, problem)
-
-    asked.kernel_of = chosen
-    for fields, dtype in (
-        ({"bf16": True}, torch.bfloat16),
-        ({"fp16": True, "params_dtype": torch.float16}, torch.float16),
-        ({"params_dtype": torch.float64}, torch.float64),
-        ({}, torch.float32),
-    ):
-        _core(_with(transformer_config(Case()), **fields))
-        assert tried[-1] == dtype, fields
-
-
 def test_comm_types_fix_the_way():
     config = Namespace(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
     way = {

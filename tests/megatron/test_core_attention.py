@@ -298,18 +298,6 @@ def test_documents_are_read_once_for_all_layers():
         assert packing(params, 16, 1).documents != packing(_params([0, 8, 16]), 16, 1).documents
 
 
-@megatron_on(2)
-def test_communicators_are_made_once_and_when_the_model_is_built():
-    import torch.distributed as dist
-
-    model, at = build(Case(cp=2)), torch.arange(16)[None]
-    new_group, dist.new_group = dist.new_group, None  # a forward that made a group would fail
-    rings = {id(m.topology.communicators) for m in model.modules() if hasattr(m, "topology")}
-    assert len(rings) == 1
-    model(at, at, None, labels=at).sum().backward()
-    dist.new_group = new_group
-
-
 @megatron_on(1)
 def test_a_spec_is_copied_with_burst_attention_in_it():
     from megatron.core.models.gpt import gpt_layer_specs

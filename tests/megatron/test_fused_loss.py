@@ -148,22 +148,3 @@ def test_what_it_does_not_go_with_is_named(rank, size):
 def test_deferred_logits_are_no_logits():
     with pytest.raises(AttributeError, match="the fused loss makes no logits.*'shape'"):
         _ = UnmadeLogits(torch.ones(1), None).shape
-
-
-@on_ranks(1)
-def test_labels_that_datasets_ignore(rank, size):
-    start_megatron()
-    model = build(Case())
-    tokens, at = torch.randint(0, VOCAB, (BATCH, N + 1)), torch.arange(N).expand(BATCH, N)
-    labels, mask = tokens[:, 1:].clone(), torch.ones(BATCH, N)
-    labels[:, :9], mask[:, :9] = -100, 0
-    found = []
-    for fused in (False, True):
-        if fused:
-            fuse_loss(model)
-        model.zero_grad()
-        loss = (model(tokens[:, :-1], at, None, labels=labels, loss_mask=mask) * mask).sum()
-        loss.backward()
-        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for plain, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -18,21 +17,19 @@ from burst_mcore.attention.candidates import (
     Ranks,
     Settings,
     legal_degrees,
-    route_for,
-    settings_of,
 )
-from burst_mcore.attention.choose import AS_FAST, best, decide
+from burst_mcore.attention.choose import best, decide
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.schedule.route import Route, program, schedule
+from burst_mcore.attention.schedule.route import Route, schedule
 from burst_mcore.rates import Rates
-from burst_plan.simulate.cost import Sizes, link_bytes, mean_bytes, message_bytes
+from burst_plan.simulate.cost import Sizes, mean_bytes, message_bytes
 from burst_plan.simulate.costing import Costs, work_of
 from burst_plan.simulate.lockstep import RoutedPass, play_all
 from burst_plan.simulate.play import play
-from burst_plan.simulate.search import candidates, costed, fastest
+from burst_plan.simulate.search import candidates, costed
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """By bytes."""
@@ -48,28 +45,6 @@ def _rates(draw, **further):
     links = {"intra": draw.choice([1e6, 1e7]), "inter": draw.choice([1e5, 1e6])}
     compute, latency = draw.choice([1e5, 1e7, 1e9]), draw.choice([0.0, 1e-3])
     return Rates(**links, compute=compute, latency=latency, **further)
-
-
-def _bytes(shard, route, pass_, rank=0, intra=None):
-    sent = link_bytes(
-        program(rank, route, pass_), rank, message_bytes(shard, route, pass_), intra or route.size
-    )
-    return sent["intra"], sent["inter"]
-
-
-def test_head_x_ring_sends_less_between_nodes():
-    shard, ranks = _shard(32, 8, tokens=1024), Ranks(32, 8)
-    flat, double = (partial(route_for, ranks=ranks, ring=ring, overlap=True) for ring in ("flat", "double"))
-    inter = [_bytes(shard, double(h), "kv", intra=8)[1] for h in (1, 8)]
-    # the NIC of a rank carries as much, fewer heads of more tokens; but the last step, in 2 bytes, is its own
-    assert inter[0] == inter[1] + 1024 * 8 * 2 * 128 * (4 - 2)
-    assert [double(h) for h in (8, 16, 32)] == [Route(4, 1, 8), Route(2, 1, 16), Route(1, 1, 32)]
-    assert flat(2) == Route(1, 16, 2)
-    across = {1: Route(4, 8), 2: Route(2, 8, 2, outer=True), 4: Route(1, 8, 4, outer=True)}
-    across |= {8: Route(1, 4, 8, outer=True), 32: Route(1, 1, 32)}
-    assert {h: double(h, outer=True) for h in across} == across
-    of_twelve = partial(double, 4, ranks=Ranks(12, 6))
-    assert (of_twelve(), of_twelve(outer=True)) == (Route(1, 3, 4), Route(1, 3, 4, outer=True))
 
 
 RATES = Rates(intra=100.0, inter=10.0, compute=1.0, latency=0.0)
@@ -142,35 +117,6 @@ def test_played_at_once_is_every_rank_played(draw, route, direct, chunks, regula
             assert played.sent[link] == pytest.approx(size, rel=1e-5, abs=64)
 
 
-DOCUMENTS = Mask.causal() & Mask.documents([*range(0, 256 * 128, 1000), 256 * 128])
-
-
-@pytest.mark.parametrize(
-    ("route", "mask"),
-    [
-        (Route(8, 8), Mask.window(300, 0)),
-        (Route(1, 64), Mask.causal()),
-        (Route(8, 2, 4), DOCUMENTS),
-        pytest.param(Route(32, 8), DOCUMENTS, marks=pytest.mark.slow),
-        pytest.param(Route(1, 256), Mask.window(300, 0), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_large_rings_played_at_once_are_every_rank_played(route, mask):
-    rates = Rates(intra=1e8, inter=1e7, compute=1e10, latency=1e-4)
-    for played, end, _ in _played_both_ways(Layout("zigzag"), mask, 256 * 128, route, 8, rates, 16):
-        assert played.seconds == pytest.approx(end, rel=1e-5)
-
-
-def _choose(shard, ranks, rates, *, mask=None, degrees=None, directions=("query", "kv"), **way):
-    mask = mask or Mask.causal()
-    degrees = tuple(degrees or legal_degrees(ranks, shard.heads, shard.kv_heads))
-    way = {"overlap": True, "rings": ("double",), "degrees": degrees, "directions": directions, **way}
-    question = Question(shard, Layout("zigzag"), mask, shard.tokens * ranks.size, ranks, rates)
-    found = candidates(question, Settings(**way))
-    return best(found), found
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     draw=randoms,
@@ -197,67 +143,11 @@ def test_a_search_that_ends_early_finds_the_same(draw, size, intra, chunks, regu
         assert least <= c.seconds * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
-@given(draw=randoms, rows=st.integers(2, 24), regular=st.sampled_from([None, Mask.full(), Mask.causal()]))
-def test_a_ring_of_two_needs_neither_a_direct_exchange_nor_its_mirror_image(draw, rows, regular):
-    n, ranks = 4 * rows, Ranks(2, draw.choice([1, 2]))
-    layout, mask = random_layout(draw, 2, n), regular or random_mask(draw, n)
-    rates = _rates(
-        draw,
-        hidden=draw.choice([True, False]),
-        slowdown=draw.choice([0.0, 0.3]),
-        crowding=draw.choice([0.0, 1.0]),
-    )
-    s, g = draw.choice([(2, 4), (2, 2), (4, 4), (8, 8)])
-    shard = _shard(16, draw.choice([4, 16]), tokens=layout.padded(n, 2) // 2, head_dim=16, s=s, g=g)
-    question = Question(shard, layout, mask, n, ranks, rates)
-    config = BurstConfig(head_parallel=draw.choice([1, "auto"]))
-    chosen, few = fastest(config, question), settings_of(config, question)
-    every = candidates(question, replace(few, rings=("double", "direct")))
-    assert few.rings == ("double",) and _way(chosen) == _way(best(every))
-    for side in few.directions:
-        ring, direct = (c for c in every if (c.route.heads, c.direction) == (1, side))
-        assert direct.route.direct and ring.seconds <= direct.seconds * (1 + 1e-12)
-        assert ring.inter_bytes <= direct.inter_bytes and ring.intra_bytes <= direct.intra_bytes
-    for route in (Route(1, 2), Route(2, 1)):
-        played = [one for one, *_ in _played_both_ways(layout, mask, n, route, ranks.intra, rates)]
-        assert not route.has_mirror and len(played) == 6
-        for one, mirrored in zip(played[::2], played[1::2], strict=True):
-            assert (one.seconds, one.sent) == (pytest.approx(mirrored.seconds), pytest.approx(mirrored.sent))
-
-
 def _way(c):
     return c.ring, c.route, c.direction
 
 
 A800 = Rates(intra=200e9, inter=25e9, compute=156e12)
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "g", "ratio", "choice"),
-    [(32, 32, 2, 0.76, "query"), (32, 32, 4, 0.67, "query"), (32, 8, 2, 3.03, "kv"), (64, 8, 4, 5.38, "kv")],
-)
-def test_the_paper_saves_with_as_many_kv_heads_and_loses_with_few(heads, kv_heads, g, ratio, choice):
-    shard, size = _shard(heads, kv_heads, g=g), 256  # the ratios are those of a step, without the ends
-    query, kv = (_bytes(shard, Route(1, size), pass_)[0] for pass_ in ("query", "kv"))
-    assert query / kv == pytest.approx(ratio, abs=0.01)
-    chosen, _ = _choose(shard, Ranks(16, 16), A800, degrees=(1,))
-    assert chosen.direction == choice
-
-
-@pytest.mark.parametrize(
-    ("nodes", "intra", "within", "between", "heads"),
-    [(2, 8, 200, 2, 8), (2, 8, 200, 25, 32), (4, 8, 200, 25, 8), (2, 4, 0.02, 0.001, 32)],
-)
-def test_a_causal_mask_never_gets_one_flat_ring_across_nodes(nodes, intra, within, between, heads):
-    rates = Rates(intra=within * 1e9, inter=between * 1e9, compute=4e14)
-    for tokens in (128, 32768):
-        shard, ranks = _shard(heads, 8, tokens=tokens), Ranks(nodes * intra, intra)
-        chosen, found = _choose(shard, ranks, rates, rings=RINGS)
-        assert chosen.ring != "flat"
-        alone, _ = _choose(shard, ranks, rates, rings=RINGS, degrees=(1,))
-        assert alone.ring == "double"
-        assert chosen.seconds <= AS_FAST * min(c.seconds for c in found)
 
 
 @pytest.mark.parametrize(("size", "inter"), [(16, 25e9), (64, 25e9), (16, 2e9)])

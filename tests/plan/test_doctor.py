@@ -4,16 +4,14 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import limits
 import pytest
-from engines import config_of, model_of
+from engines import config_of
 from typer.testing import CliRunner
 
 from burst_plan.cli import app
-from burst_plan.machines import MACHINES
 from burst_plan.step.memory import stack, total
 from burst_plan.step.model import PRESETS
 from burst_plan.step.plan import Plan
@@ -31,37 +29,6 @@ def sizes(heads=32, kv_heads=8, head_dim=128, layers=32):
 def _doctor(path, config, *options):
     (path / "ds.json").write_text(json.dumps(config))
     return CliRunner().invoke(app, ["doctor", str(path / "ds.json"), *options])
-
-
-def test_the_doctor_takes_the_rates_of_a_file(tmp_path):
-    config = config_of(2, 4)
-    asked = ("--device", "a800", "--seq", "64K", "--world", "4", "--per-node", "2", *sizes(heads=8))
-    preset = _doctor(tmp_path, config, *asked).output
-    file, slow = tmp_path / "rates.json", MACHINES["A800"].rates
-    for rates, same in ((slow, True), (replace(slow, inter=slow.inter / 1e3, intra=slow.intra * 10), False)):
-        rates.save(file)
-        done = _doctor(tmp_path, config, *asked, "--rates", str(file))
-        assert done.exit_code == 0 and (done.output == preset) == same, done.output
-
-
-def test_the_doctor_predicts_for_devices_that_are_not_there(tmp_path):
-    config = {**config_of(3, 8), "bf16": {"enabled": True}}
-    done = _doctor(tmp_path, config, "--device", "h100", "--seq", "1M", "--world", "64", "--per-node", "8")
-    assert done.exit_code == 0, done.output
-    assert "kernel on H100, bfloat16: the first installed that supports the call, of flash3" in done.output
-    plain = _doctor(tmp_path, config_of(3, 8), "--device", "h100", "--seq", "64K", "--world", "8")
-    assert "kernel on H100, float32: the first installed that supports the call, of triton\n" in plain.output
-    assert re.search("memory of a rank: about .* GB .*8.03 billion parameters; there are 80 GB", done.output)
-    assert "optimizer" in done.output
-    trainers = {**config, "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    zero = {**config["zero_optimization"], "offload_optimizer": {"device": "cpu"}}
-    done = _doctor(tmp_path, {**trainers, "zero_optimization": zero}, "--device", "h100")
-    assert done.exit_code == 0 and ", optimizer" not in done.output
-    zero["offload_optimizer"]["device"] = "none"
-    done = _doctor(tmp_path, {**trainers, "zero_optimization": zero}, "--device", "h100")
-    assert done.exit_code == 0 and ", optimizer" in done.output
-    done = _doctor(tmp_path, config, *sizes(heads=12, kv_heads=5))
-    assert done.exit_code == 2 and "12 query heads do not group over 5 K/V heads" in done.output
 
 
 def test_one_model_says_the_memory_of_a_rank(tmp_path):
@@ -85,15 +52,6 @@ def test_one_model_says_the_memory_of_a_rank(tmp_path):
     plain = _doctor(tmp_path, config_of(3, 8), *words, "--device", "h100").output
     assert "memory of a rank, and its step: not predicted for 8.03 billion parameters: " in plain
     assert any(line.endswith("one of 16 bits: enable bf16") for line in plain.splitlines())
-
-
-def test_the_doctor_takes_the_shape_of_a_model(tmp_path):
-    config = config_of(2, 2)
-    model_of(heads=4, kv_heads=2).config.save_pretrained(tmp_path)
-    done = _doctor(tmp_path, config, "--model", str(tmp_path), "--seq", "4K")
-    count = sum(p.numel() for p in model_of().parameters())
-    assert done.exit_code == 0, done.output
-    assert f"for {count / 1e9:.3g} billion parameters" in done.output
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Masks as words, and drawings of passes: what `burst-mcore draw --mask ... --layout ...` shows."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -10,13 +9,13 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from burst_mcore import BurstConfig, Layout, Mask
+from burst_mcore import BurstConfig, Mask
 from burst_mcore.attention.candidates import Ranks
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
 from burst_plan.explain import predict
 from burst_plan.explain.problem import LayerProblem
-from burst_plan.words import mask_of, shortened
+from burst_plan.words import mask_of
 
 RATES = Rates(intra=50e9, inter=5e9, compute=1e14)
 
@@ -79,30 +78,6 @@ def test_words_that_are_no_mask_say_what_is_legal():
         mask_of("blocks:8,0.5", 2**20)
 
 
-SHORTER = {
-    "causal": "causal",
-    "window:4K": "window:32",
-    "window:-1,0": "window:-1,0",
-    "causal & dilated:1K,8": "causal & dilated:8,8",
-    "documents:16K,16K": "documents:128,128,256",
-    "documents:1": "documents:512",
-    "documents:random,64": "documents:random,64",
-    "blocks:256,0.5": "blocks:2,0.5",
-    "chunked:8K & causal | images:256,9": "chunked:64 & causal | images:2,9",
-    "tree:32K,8": "tree:256,8",
-    "tree:65000,500": "tree:507,5",
-    "causal | images:16,4000": "causal | images:1,512",
-    "prefix:4K": "prefix:32",
-}
-"""Of 64K tokens as words, and of 512."""
-
-
-def test_a_mask_over_fewer_tokens_is_the_same_picture():
-    for text, shorter in SHORTER.items():
-        assert shortened(text, 2**16, 512) == shorter
-        mask_of(shorter, 512)
-
-
 def _drawn(mask, layout, *, ranks=None, pass_="query", ring="double", seq=1024):
     problem = LayerProblem(seq=seq, heads=4, kv_heads=4, head_dim=16, mask=mask)
     return predict.draw(problem, ranks or Ranks(4, 2), RATES, BurstConfig(ring=ring), pass_, layout)
@@ -129,23 +104,6 @@ def test_a_drawing_computes_all_that_any_mask_allows(mask, layout, ring):
         assert drawing.schedule.route.direct or ring != "direct"
 
 
-def test_layouts_are_words_and_auto_goes_by_the_mask():
-    ranks = Ranks(4, 2)
-    problem = LayerProblem(seq=1024, heads=4, kv_heads=4, head_dim=16, mask="causal & documents:512,256,256")
-    assert predict.layout_of("auto", problem, ranks) == Layout.for_mask(problem.seen, 1024, 4)
-    assert predict.layout_of("zigzag-documents", problem, ranks).ends == (0, 512, 768, 1024)
-    assert predict.layout_of("block-striped:64", problem, ranks) == Layout("block-striped", block=64)
-    for word, complaint in (
-        ("block-striped:7", "must be a multiple of 4"),
-        ("star", "unknown layout 'star'; .*also auto, and zigzag-documents"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            predict.layout_of(word, problem, ranks)
-    causal = LayerProblem(seq=1024, heads=4, kv_heads=4, head_dim=16)
-    with pytest.raises(ValueError, match="must have documents, once"):
-        predict.layout_of("zigzag-documents", causal, ranks)
-
-
 def test_draw_shows_the_mask_and_runs_the_schedule_that_it_shows(tmp_path):
     trace = tmp_path / "trace.json"
     words = "--cluster 2x2 --direction kv --ring auto --seq 1000 --heads 4 --dtype float32 --measure".split()
@@ -162,16 +120,3 @@ def test_draw_shows_the_mask_and_runs_the_schedule_that_it_shows(tmp_path):
             run, rank = runs[event["pid"]].split(", ")
             ran[run].append((rank, event["cat"], event["name"]))
     assert sorted(ran["predicted"]) == sorted(ran["measured"]) != []
-
-
-def test_explain_takes_masks_layouts_and_all_rings():
-    def explained(*words):
-        done = CliRunner().invoke(app, ["explain", "--seq", "128K", *words])
-        assert done.exit_code == 0, done.output
-        return done.output
-
-    window = explained("--mask", "causal & window:4K", "--layout", "contiguous", "--cluster", "2x4")
-    assert "layout contiguous: the busiest rank has 1.0" in window and "default: ring='direct'" in window
-    causal, flat = explained("--cluster", "2x2"), explained("--cluster", "2x2", "--ring", "flat")
-    assert all(re.search(rf" {ring}[ ,]", causal) for ring in ("double", "flat", "direct"))
-    assert "direct" not in flat and "default: ring='flat'" in flat

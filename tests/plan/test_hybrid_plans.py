@@ -8,7 +8,6 @@ import pytest
 import torch
 import zoo
 from test_hybrids import EVERY
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -22,13 +21,11 @@ from burst_plan.cli import app
 from burst_plan.machines import MACHINES
 from burst_plan.step.attention import LAYOUTS, UNSCATTERED, attention
 from burst_plan.step.figures import Cluster, step
-from burst_plan.step.memory import shard_of, stack
+from burst_plan.step.memory import shard_of
 from burst_plan.step.model import PRESETS, from_config, model_of
-from burst_plan.step.model.mixers import CHUNK, NONE
-from burst_plan.step.parts import layers
 from burst_plan.step.plan import Plan, why_not
 from burst_plan.step.planned import planned, text
-from burst_plan.step.recurrence import exchanges, work
+from burst_plan.step.recurrence import exchanges
 from burst_plan.step.search import search
 
 QWEN, NEMOTRON = PRESETS["qwen3-next-80b-a3b"], PRESETS["nemotron-h-8b"]
@@ -101,58 +98,6 @@ def test_presets_have_the_parameters_of_their_checkpoints():
         assert (model.parameters, model.attending, model.mixer.layers, model.mixer.kind) == found
 
 
-def _solved(system, right, *_, **__):
-    """FLOPs of a triangular system, as of a product with the inverse."""
-    return 2 * math.prod(system) * right[-1]
-
-
-@pytest.mark.parametrize(
-    "name",
-    "qwen3_5_text olmo_hybrid kimi_linear bailing_hybrid bamba falcon_h1 lfm2 lfm3 mamba2 zamba2 mamba "
-    "falcon_mamba jamba zamba minimax recurrent_gemma".split(),
-)
-def test_flops_are_those_that_torch_counts(name):
-    """A forward with eager attention, which computes all pairs; each head of Mamba 2 has its B and C."""
-    tokens = 256
-    config = zoo.config_of(name)
-    heads = next((getattr(config, key) for key in HEADS if hasattr(config, key)), 0)
-    for key in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
-        if hasattr(config, key):
-            setattr(config, key, heads)
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    whole = AutoModelForCausalLM.from_config(config, **eager)
-    solve = torch.ops.aten.linalg_solve_triangular
-    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping={solve: _solved}) as counter:
-        whole(torch.zeros(1, tokens, dtype=torch.long))
-    counted = counter.get_flop_counts()["Global"]
-    model = sizes_of(config)
-    mixer = model.mixer
-    convolved = 2 * mixer.layers * mixer.channels * mixer.width * (tokens + mixer.width - 1)  # with padding
-    assert counted.pop(torch.ops.aten.convolution, 0) == convolved
-    want = model.flops(tokens) / 3 * tokens - 2 * mixer.layers * mixer.channels * mixer.width * tokens
-    want += 2 * mixer.layers * in_torch(config, mixer, tokens)
-    assert sum(counted.values()) == want
-
-
-HEADS = ("mamba_n_heads", "n_mamba_heads", "num_heads")
-
-
-def in_torch(config, mixer, tokens):
-    """Multiply-adds of transformers' torch code beyond those of a kernel.
-
-    Of Mamba 2 a scan over chunks, which kernels do as they go. Of Mamba 1 and of linear units torch counts
-    the product of states and C alone: the others are elementwise. So are two products of Kimi's keys, within
-    chunks.
-    """
-    if mixer.kind == "Mamba 2":
-        chunk = getattr(config, "mamba_chunk_size", getattr(config, "chunk_size", tokens))
-        return (tokens // chunk + 1) ** 2 * mixer.recurrence.state
-    if mixer.kind == "Kimi delta attention":
-        return -tokens * 2 * CHUNK * mixer.channels // 3
-    products = {"Mamba 1": mixer.recurrence.state, "linear unit": 0}
-    return tokens * (products.get(mixer.kind, mixer.recurrence.kernel) - mixer.recurrence.kernel)
-
-
 def unused(*_, initial_states=None, return_final_states=True):
     """Stands for a kernel whose shapes alone are asked for."""
 
@@ -190,32 +135,6 @@ def test_bytes_are_those_of_the_programs_and_of_the_kernels_states(name, layout)
     if mixer.width:
         assert found["halo"][0] == max(rows.received(rank, row=2 * mixer.channels) for rank in range(32))
         assert found["halo"][0] == (2 if layout == "zigzag" else 1) * 3 * 2 * mixer.channels
-
-
-def test_attention_counts_in_the_layers_that_have_it():
-    """Beside the same sizes in which every layer attends."""
-    dense = replace(QWEN, mixer=NONE, without_attention=0)
-    hybrid, plain = (step(model, PLAN, 2**18, PLACE).times for model in (QWEN, dense))
-    for part in ("attention forward", "attention backward"):
-        assert hybrid.compute[part] == pytest.approx(plain.compute[part] / 4)
-    assert hybrid.exposed["ring"] == pytest.approx(plain.exposed["ring"] / 4)
-    passes = 36 * 3  # in forward, again, in backward
-    for name, (_, seconds) in exchanges(QWEN.mixer, "zigzag", 2**18, Ranks(16, 8), H100.rates).items():
-        assert hybrid.exposed[name] == pytest.approx(passes * seconds)
-    pairs = 6 * 36 * 16 * 512 * 2**17
-    matrices = 36 * (QWEN.projections - QWEN.mixer.multiplied)
-    assert dense.flops(2**17) - QWEN.flops(2**17) == pytest.approx(pairs + 6 * matrices)
-    kept: dict[str, float] = {}
-    shard = shard_of(NEMOTRON, replace(PLAN, recompute="none"), 2**18)
-    for share, parts in layers(NEMOTRON, replace(PLAN, recompute="none"), shard):
-        for part in parts:
-            kept[part.name] = kept.get(part.name, 0.0) + 52 * share * part.kept
-    own = work(NEMOTRON.mixer, "zigzag", 2**18, 16)
-    assert kept["Mamba 2"] == pytest.approx(24 * (2 * shard.tokens * own.kept + own.states))
-    assert kept["norms"] == pytest.approx(52 * 8 * shard.tokens * 4096)
-    assert kept["MLP"] == pytest.approx(24 * 4 * shard.tokens * 21504)
-    held = stack(QWEN, replace(PLAN, recompute="attention"), 2**18)["kept attention"]
-    assert held == pytest.approx(12 * shard_of(QWEN, PLAN, 2**18).result_bytes)
 
 
 def test_plans_of_hybrid_models_are_of_layouts_and_frameworks_that_serve_them():
@@ -280,19 +199,3 @@ def test_layers_are_read_as_makers_name_them():
     ):
         model = from_config(config, "made")
         assert (model.attending, model.mixer.layers, model.mixer.kind) == kinds
-
-
-REFUSED = [
-    ({"model_type": "zaya"}, "of bailing_hybrid, .*, zamba2, are not predicted: linear_attention"),
-    ({"linear_num_value_heads": "4"}, "linear_num_value_heads must be an integer from 1, got '4'"),
-    ({"layer_types": None, "full_attention_interval": None}, "does not say which layers have attention"),
-    ({"layer_types": ["linear_attention", "hybrid_sliding"]}, "are not predicted: hybrid_sliding"),
-    ({"num_hidden_layers": 3}, "it names the kinds of 2 layers, and has 3"),
-]
-
-
-def test_other_configurations_are_refused():
-    config = json.loads(zoo.config_of("qwen3_next").to_json_string())
-    for changes, words in REFUSED:
-        with pytest.raises(ValueError, match=words):
-            from_config({**config, **changes}, "made")

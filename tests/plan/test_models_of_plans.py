@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from burst_plan.cli import app
 from burst_plan.step.advice import of_windows
 from burst_plan.step.model import from_config, model_of
 from burst_plan.step.planned import planned
@@ -68,13 +66,6 @@ def test_models_have_the_names_and_the_parameters_that_their_makers_print():
             model_of(name)
 
 
-def test_names_of_gpt2_are_read_as_its_config_json_has_them(tmp_path):
-    gpt2 = dict(model_type="gpt2", n_embd=768, n_head=12, n_layer=12, vocab_size=50257, n_inner=None)
-    model = model_of(_folder(tmp_path, gpt2))[0]
-    assert (model.hidden, model.heads, model.layers, model.ffn) == (768, 12, 12, 3072)
-    assert model.tied and not model.gated and model.parameters == pytest.approx(124e6, rel=1e-2)
-
-
 SLIDING = {"sliding_window": 4096}
 KINDS_OF_LAYERS = ["sliding_attention"] * 3 + ["full_attention"] * 5
 
@@ -106,33 +97,3 @@ def test_a_models_window_is_the_mask_of_its_plan(tmp_path):
     gemma = _folder(tmp_path, {**LLAMA, "model_type": "gemma2", "sliding_window": 4096})
     answer = planned(gemma, "64K", "a800:1x4", 1, None)
     assert answer.mask == "causal" and "4 of 8 layers have a window" in of_windows(answer.chosen)[0]
-
-
-SECTION = {"bf16": {"enabled": True}, "burst_attention": {}, "zero_optimization": {"stage": 1}}
-
-
-def doctor_of(tmp_path, config, ranks, *words):
-    """Lines that the doctor says of a model and of ranks that share each sequence."""
-    (tmp_path / "ds.json").write_text(json.dumps(SECTION | {"sequence_parallel_size": ranks}))
-    given = ["--model", _folder(tmp_path, config), "--world", str(ranks), *words]
-    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "ds.json"), *given])
-    assert done.exit_code == 0, done.output
-    return done.output.splitlines()
-
-
-def test_the_doctor_takes_the_models_window(tmp_path):
-    told = []
-    for window in (None, 4096):
-        config = {**LLAMA, "model_type": "mistral", "sliding_window": window}
-        lines = doctor_of(tmp_path, config, 4, "--seq", "64K", "--device", "a800")
-        told.append([line for line in lines if line.startswith(("route", "step"))])
-    assert not any(line.startswith("note") for line in lines)
-    assert all(a != b for a, b in zip(*told, strict=True)) and len(told[1]) == 2
-
-
-def test_what_the_doctor_says_is_said_once_and_without_exponents(tmp_path):
-    gemma = {**LLAMA, "model_type": "gemma2", "sliding_window": 4096, "num_hidden_layers": 400}
-    lines = doctor_of(tmp_path, gemma, 2, "--seq", "1M", "--device", "l20")
-    assert "\n".join(lines).count("200 of 400 layers have a window") == 1
-    assert "e+" not in next(line for line in lines if line.startswith("step"))
-    assert any("nor would a shorter sequence" in line for line in lines)

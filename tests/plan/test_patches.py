@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -151,14 +150,6 @@ def test_a_tree_that_is_not_known_is_refused_in_one_line(kind, tree):
         assert contents(tree) == before
 
 
-def test_one_thing_must_be_asked_for(tree):
-    for words in ([], ["--check", tree, "--apply", tree]):
-        code, said = run(*words)
-        assert code == 2 and "give one of --check" in said
-    code, said = run("--apply", "--options", tree)
-    assert code == 2 and f"DIR must follow its option at once: --apply {tree} --options" in said
-
-
 # ---- training without the launcher ----
 
 
@@ -205,47 +196,3 @@ def test_with_all_options(patched, data, alone, tmp_path):
     ring = start(patched(OPTIONS), tmp_path, 2, [*MODEL, *data, *CP2, *BURST, *versions.OPTIONS])
     assert losses(ring) == pytest.approx(alone, rel=1e-4)
     assert versions.in_effect(ring) == [versions.IN_EFFECT[OPTIONS]] * 2
-
-
-HYBRID = (
-    "--hybrid-layer-pattern *-*E/*- --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax "
-    "--mtp-num-layers 1"
-).split()
-
-
-@pytest.mark.proves("patched Megatron without the launcher", "HybridModel with experts and MTP")
-@needs_training
-@pytest.mark.slow
-def test_a_hybrid_model_without_transformer_engine(patched, data, tmp_path):
-    """With the options its stack is of local modules, as by the launcher; by the flag alone it is refused."""
-    model = [*MODEL[2:], *data, *HYBRID, *BURST]  # without --num-layers
-    one, ring, by_launcher = (
-        start(patched(OPTIONS), tmp_path / str(i), n, [*model, *size], launched)
-        for i, (n, size, launched) in enumerate([(1, [], False), (2, CP2, False), (2, CP2, True)])
-    )
-    assert losses(ring) == losses(by_launcher)
-    # The first step alone: Megatron weighs the further heads of a rank by the rank's own count of tokens.
-    assert losses(ring)[0] == pytest.approx(losses(one)[0], rel=1e-4)
-    code, _, errors = start(patched(BACKEND), tmp_path / "refused", 1, model)
-    assert code == 1 and "burst_hybrid_stack_spec, or use the patch with --options" in errors
-
-
-@needs_training
-@pytest.mark.slow
-def test_without_burst_mcore_the_parser_is_as_ever(patched):
-    code = (
-        "import importlib.util, sys\n"
-        "real = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda n, *more: None if n == 'burst_mcore' else real(n, *more)\n"
-        "from megatron.training.arguments import parse_args\n"
-        "sys.argv = ['x', '--micro-batch-size', '1']\n"
-        "arguments = parse_args()\n"
-        "assert not hasattr(arguments, 'burst_layout')\n"
-        "assert not [name for name in sys.modules if name.startswith('burst_mcore')]\n"
-        "print(arguments.context_parallel_attention_backend)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(patched(OPTIONS))},
-    )  # fmt: skip
-    assert done.stdout.strip().endswith("default"), done.stderr

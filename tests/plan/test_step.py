@@ -7,25 +7,21 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
-from cells import crossed
-from live import LiveBytes
 from typer.testing import CliRunner
 
 from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.attention.choose import decide
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
-from burst_mcore.loss import patch_causal_lm
 from burst_mcore.megatron.arguments import add_arguments
 from burst_plan.cli import app
 from burst_plan.machines import MACHINES
 from burst_plan.simulate.search import taken
 from burst_plan.step.advice import megatron_flags
 from burst_plan.step.figures import Cluster
-from burst_plan.step.memory import ON_CPU, moments, shard_of, stack, states, total
-from burst_plan.step.model import PRESETS, from_config
-from burst_plan.step.plan import Plan, why_not
+from burst_plan.step.memory import shard_of, stack, states, total
+from burst_plan.step.model import PRESETS
+from burst_plan.step.plan import Plan
 from burst_plan.step.planned import planned, recommendation
 from burst_plan.step.search import least, search
 from burst_plan.words import mask_of
@@ -110,64 +106,6 @@ def test_a_plan_prints_and_writes_a_recommendation(tmp_path):
     found = json.loads(out.read_text())
     assert f"recommended: {found['recommended']['words']}" in done.output
     assert "longest sequence, megatron" in done.output and "predicted, not measured" in done.output
-
-
-def test_ranks_that_do_not_go_evenly_have_a_reason():
-    model, ranks = PRESETS["7b"], Ranks(32, 8)
-    assert "are not the 32" in why_not(Plan(cp=8), model, 2**17, ranks)
-    assert "do not divide 40 layers" in why_not(Plan(pp=32), PRESETS["14b"], 2**17, ranks)
-    assert "multiples of the stages" in why_not(Plan(cp=16, pp=2, chunks=2), model, 2**17, ranks)
-    assert why_not(Plan(cp=16, pp=2, chunks=2, micro=2), model, 2**17, ranks) is None
-
-
-SIZES = {"hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 6, "use_cache": False}
-DENSE = {"intermediate_size": 640}
-MIXTRAL = {"intermediate_size": 320, "num_local_experts": 8, "num_experts_per_tok": 2}
-QWEN = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 32}
-STEPS = [
-    *crossed(
-        *(["Llama"], [DENSE], (6, 2), (256, 6000), (False, True), [0.03]),
-        quick=lambda kind, sizes, kv_heads, vocab, fused, _: (kv_heads == 2) == (vocab == 6000) == fused,
-    ),
-    ("Mixtral", MIXTRAL, 2, 256, False, 0.05),
-    ("Qwen3Moe", QWEN, 2, 256, False, 0.05),
-]
-
-
-@pytest.mark.parametrize(("kind", "sizes", "kv_heads", "vocab", "fused_loss", "within"), STEPS)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_memory_is_that_of_the_tensors_of_a_model_of_transformers(
-    kind, sizes, kv_heads, vocab, fused_loss, within, recompute
-):
-    transformers = pytest.importorskip("transformers")
-    of_model = {**SIZES, **sizes, "num_key_value_heads": kv_heads, "vocab_size": vocab}
-    config = getattr(transformers, f"{kind}Config")(**of_model)
-    predicted, counted = _bytes_of_transformers(transformers, config, recompute, fused_loss)
-    assert predicted == pytest.approx(counted, rel=within)
-
-
-def _bytes_of_transformers(transformers, config, recompute, fused_loss):
-    """Return bytes after forward and at the peak of a step, predicted and counted."""
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
-    if fused_loss:
-        patch_causal_lm(model)
-    if recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    tokens = torch.randint(0, config.vocab_size, (1, 1536))
-    with LiveBytes([x for p in model.parameters() for x in (p, p.grad)]) as live:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        forward = live.live
-        loss.backward()
-    plan = Plan(framework="deepspeed", zero=0, recompute=recompute, fused_loss=fused_loss,
-              offload_optimizer=True)  # fmt: skip
-    sizes = from_config(config.to_dict(), "model")
-    assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
-    found = {
-        name: sum(map(total, stacks)) for name, stacks in moments(sizes, plan, 1536, "query", chunks=ON_CPU)
-    }
-    return (found["forward"], max(found.values())), (forward, live.peak)
 
 
 @pytest.mark.parametrize(("mask", "behind"), [("causal", False), ("causal & documents:random,64", True)])

@@ -109,9 +109,3 @@ def test_a_wait_says_who_waits_for_which_message_and_how_long():
     assert [each.rank for each in timeline.waits] == [0, 1]
     message = next(e for e in timeline.events if e.lane == "intra data" and e.rank == 0)
     assert (message.posted, message.started, message.ended) == (0.0, 0.0, pytest.approx(3.0))
-
-
-def test_where_all_is_hidden_nobody_waits():
-    sizes = Sizes({"data": 10**8}, 1)
-    timeline = play(schedule(Route(1, 4), "forward"), sizes, lambda rank, action: 1.0, 4, SLOW)
-    assert timeline.exposed() == [] == timeline.waits

@@ -68,12 +68,6 @@ def test_nothing_moves_less_than_the_bound(heads, kv_heads, places):
             assert moved >= least(share, places) * (1 - 1e-12)
 
 
-@pytest.mark.parametrize(("route", "intra"), [(Route(1, 8, direct=True), 4), (Route(1, 4, 3), 4)])
-def test_what_has_no_closed_formula_is_refused(route, intra):
-    with pytest.raises(ValueError, match="no formula for"):
-        of_ring(Share.of(_shard(12, 12, DTYPES["float32"])), Pass.FORWARD, route, intra)
-
-
 def _units(heads, kv_heads):
     """A share in units of N d / G numbers, without statistics, gradients twice as wide."""
     return Share(heads=heads, kv_heads=kv_heads, q=1, out=1, kv=2 * kv_heads / heads, statistic=0)

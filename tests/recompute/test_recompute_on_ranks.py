@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import Result, assert_as_exact_as, dense, problem, single_kernel
-from ranks import processes
+from ranks import on_ranks, processes
 from sharded import whole
 from test_masks_on_rings import DTYPES, random_call
 
@@ -159,23 +159,6 @@ def test_causal_recompute_costs_the_square_of_the_front(size, intra, layout):
         assert sum(kept) == round(share * n) * (2 * heads * dim + 4 * heads)
 
 
-def test_full_recompute_costs_the_front_and_all_of_the_bytes():
-    for share, (pairs, sent, _, _, _) in _totals(2, 2, "striped", Mask.full(), n=512).items():
-        assert pairs == pytest.approx(1 - share, abs=1e-9)
-        assert sent == (0 if share == 1 else 1)
-
-
-def test_under_head_x_ring_the_front_alone_goes_around_the_ring():
-    """The head groups still bring q, k and v together, which the backward needs."""
-    found = _totals(4, 2, "striped", Mask.causal(), heads=2)
-    exchanged = found[1][1]
-    for share, (pairs, sent, uneven, kept, _) in found.items():
-        assert pairs == pytest.approx((1 - share) ** 2, rel=0.03, abs=1e-9)
-        assert uneven <= 1.05
-        assert sum(kept) == round(share * 4096) * (2 * 16 + 4 * 2)
-        assert sent == pytest.approx(exchanged + (1 - share) * (1 - exchanged), abs=0.01)
-
-
 def test_windows_and_documents_recompute_the_front_alone():
     n = 1024
     for mask in (Mask.window(100, 0), Mask.causal() & Mask.documents([0, 300, 310, 700, n])):
@@ -205,35 +188,8 @@ def test_auto_on_ranks_that_hold_different_numbers_of_tokens(size, n):
     assert processes(size, _auto, n) == [[1] * 4] * size
 
 
-def _no_room_on_one_rank(rank, size):
-    topology, policy = (
-        Topology.from_group(dist.group.WORLD),
-        Segment("auto", memory_gb=6e-7),
-    )  # half of a call
-    whole = problem(0, 16 * size, heads=2, kv_heads=2, head_dim=8, dtype=torch.float32).q
-    x = shard(whole, 1, rank=rank, size=size, layout="striped").requires_grad_()
-
-    def layer(x):
-        return burst_attention(
-            x, x, x, topology=topology, mask=Mask.causal(), config=BurstConfig(layout="striped")
-        )
-
-    (want,) = torch.autograd.grad(layer(x).sum(), x)
-    checkpoint(layer, x, policy=policy).sum().backward()  # now one call in flight is known
-    held = [checkpoint(layer, x, policy=policy)]
-    if rank:
-        held.clear()  # a forward without backward, whose results the first rank keeps
-    share, _ = policy.share(1152)
-    checkpoint(layer, x, policy=policy).sum().backward()
-    torch.testing.assert_close(x.grad, 2 * want, rtol=1e-4, atol=1e-5)
-    return share > 0
-
-
-def test_auto_on_ranks_of_which_one_has_no_room():
-    assert processes(2, _no_room_on_one_rank) == [False, True]
-
-
-def _disagreeing(rank, size):
+@on_ranks(2)
+def test_ranks_that_keep_different_shares_are_told(rank, size):
     topology = Topology.from_group(dist.group.WORLD)
     x = torch.randn(1, 8, 2, 8, requires_grad=True)
 
@@ -246,11 +202,6 @@ def _disagreeing(rank, size):
         with pytest.raises(ValueError, match=rf"keeps: {keeps} on ranks \[0\], 1.0 on ranks \[1\]"):
             checkpoint(layer, x, policy=KeepAttention() if rank else policy)
     checkpoint(layer, x, policy=KeepAttention()).sum().backward()  # and the ring goes on
-    return True
-
-
-def test_ranks_that_keep_different_shares_are_told():
-    assert all(processes(2, _disagreeing))
 
 
 def _one_changes_its_mind(rank, size):

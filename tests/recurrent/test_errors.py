@@ -218,37 +218,6 @@ def test_an_error_in_backward_before_its_exchange_is_told_and_the_next_batch_is_
         assert found == {kind: (told + words, True) for kind, words in IN_BACKWARD.items()}, rank
 
 
-def without_tokens(rank, size):
-    """Rank 3 has none of the 3 tokens, and brings one."""
-    shards = shards_of(size, tokens=3)
-    if rank < 3:
-        return step(RULE, 0, shards), step(RULE, 1, shards)
-    _, own = batch(0, 0, 1, 1)
-    with pytest.raises(
-        ValueError, match="shards rank 3 0 of 3 tokens, along dimension 1, got tensors"
-    ) as caught:
-        recurrence(RULE, own, shards)
-    return f"ValueError: rank 3 of the ring refused this call: ValueError: {caught.value}", step(
-        RULE, 1, shards
-    )
-
-
-def test_an_error_of_a_rank_without_tokens_is_told():
-    assert len({*processes(4, without_tokens)}) == 1
-
-
-def where_no_rank_exchanges(rank, size):
-    """Each document lies on one rank: rank 1 refuses its call, and the others wait for nobody."""
-    apart, shards = shards_of(size, (0, 16, 32, N)), shards_of(size)
-    return step(RULE, 0, apart, cut=int(rank == 1)), step(RULE, 1, apart), step(RULE, 2, shards)
-
-
-def test_an_error_in_a_call_in_which_no_rank_exchanges_is_that_of_its_rank_alone():
-    found = processes(3, where_no_rank_exchanges)
-    assert found[0] == found[2] == (True,) * 3
-    assert found[1][0].startswith(WORDS["tokens"]) and found[1][1:] == (True, True)
-
-
 NO_GRADIENT = "gradient wanted: True on ranks [0, 2], False on ranks [1]"
 DIFFERING = {
     "no_grad": NO_GRADIENT,

@@ -11,19 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_layout
-from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
 from plain import delta_rule as plain_delta_rule
 from plain import selective_scan
 from players import alone, error, played, sharded
-from ranks import processes, threads
+from ranks import on_ranks, processes, threads
 from rules import EXACT, ON_GPUS, RULES, A, H, K, N, V, learned, tensors
 from torch.nn.functional import conv1d, pad
 from torch.utils.checkpoint import checkpoint
 
 from burst_mcore import Layout, Topology, shard
-from burst_mcore.recurrent import Shards, convolution, exchange, recurrence
+from burst_mcore.recurrent import Shards, convolution, recurrence
 from burst_mcore.recurrent.bound import _options
-from burst_mcore.recurrent.kernels import LAST, delta_rule, elementwise, gated, linear_attention, mamba2
+from burst_mcore.recurrent.kernels import LAST, delta_rule, gated, mamba2
 
 
 def whole(rule, x, shards):
@@ -47,15 +46,6 @@ def test_linear_attention_in_chunks_is_that_of_its_tokens():
     x, _ = tensors("linear attention in chunks")
     pairs = [RULES[name].run(x, None) for name in ("linear attention in chunks", "a gate of a head")]
     assert error(*pairs) < 1e-12
-
-
-def test_a_linear_unit_is_that_of_its_tokens():
-    (x, a), state = tensors("a linear unit")[0], torch.randn(2, H * V).double()
-    h, final = elementwise().run((x, a), state)
-    for t in range(N):
-        state = a[:, t] * state + x[:, t]
-        assert error((h[:, t],), (state,)) < 1e-12
-    assert torch.equal(final, h[:, -1])
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -85,84 +75,6 @@ def test_states_and_decays_of_bfloat16_are_in_float32_also_under_autocast(name):
     assert len(errors) == 8 and max(errors) < 1e-6  # 3 finals, 2 decays, 3 runs from a state
 
 
-def test_gradients_of_states_are_in_float32_where_backward_runs_under_autocast(monkeypatch):
-    """Of delta rules the scan multiplies matrices, which autocast would round to bfloat16."""
-    rule, (x, gradient) = RULES["delta rule"], tensors("delta rule", dtype=torch.float32)
-    everyone, scanned, seen = played("contiguous", N, 4), exchange.scanned, []
-
-    def noting(*given, **how):
-        states = scanned(*given, **how)
-        seen.extend((torch.is_autocast_enabled("cpu"), each.dtype) for each in states.values())
-        return states
-
-    def rank(r):
-        how = {"rank": r, "size": 4, "layout": "contiguous"}
-        own = tuple(shard(each, 1, **how).requires_grad_() for each in x)
-        out = recurrence(rule, own, everyone[r])
-        monkeypatch.setattr(exchange, "scanned", noting)
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.autograd.grad(out, own, shard(gradient, 1, **how))
-
-    threads(4, rank)
-    assert seen == [(False, torch.float32)] * 3
-
-
-def storages(function):
-    """(the result of a function, bytes of the tensors saved for backward: each storage counts once)"""
-    held = {}
-
-    def keep(x):
-        held[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        result = function()
-    return result, sum(each.nbytes() for each in held.values())
-
-
-def test_a_fragment_in_the_middle_saves_one_run_and_its_decay():
-    """A and B have no graph. A run from a state saves what the run of the last fragment does."""
-    rule, (x, gradient), saved = RULES["delta rule"], tensors("delta rule"), {}
-
-    def here(own, shards):
-        out, saved[shards.topology.rank] = storages(lambda: recurrence(rule, own, shards))
-        return out
-
-    sharded(here, x, gradient, played("contiguous", N, 4))
-    assert saved[1] == saved[2] == saved[3] + 2 * H * K * K * 8
-
-
-def test_backward_goes_through_the_run_of_a_fragment_in_the_middle_once_more_and_through_no_other():
-    ran = []
-
-    class Counted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, out):
-            return out.view_as(out)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            ran.append(gradient.shape[1])
-            return gradient
-
-    def counted(x, state):
-        out, final = plain.run(x, state)
-        return Counted.apply(out), final
-
-    plain, (x, gradient) = RULES["delta rule"], tensors("delta rule")
-    sharded(partial(whole, replace(plain, run=counted)), x, gradient, played("contiguous", N, 4))
-    assert ran == [N // 4] * (4 + 2)
-
-
-def test_a_compiled_kernel_whose_backward_wants_its_buffers_for_itself():
-    """torch.compile refuses a second backward where it has given buffers away; then it gets copies."""
-    x, gradient = tensors("a gate of a head", dtype=torch.float32)
-    rule = gated(torch.compile(linear_attention, backend="aot_eager"))
-    found = sharded(partial(whole, rule), x, gradient, played("zigzag", N, 2))
-    want = alone(lambda own: linear_attention(*own)[0], x, gradient, (0, N))
-    assert error(found, want) < EXACT[torch.float32]
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_gates_in_float32_beside_tensors_in_bfloat16(name):
     """As models mix them. States are float32; an error is at most twice that of one process, or float32's."""
@@ -179,15 +91,6 @@ def test_gates_in_float32_beside_tensors_in_bfloat16(name):
     for ours, one, exactly in zip(found, here, want, strict=True):
         bar = max(2 * error([one.double()], [exactly]), EXACT.get(ours.dtype, 0))
         assert error([ours.double()], [exactly]) <= bar
-
-
-@pytest.mark.parametrize(("layout", "size"), [("zigzag", 4), ("contiguous", 5), ("block-striped:15", 3)])
-def test_megatrons_delta_rule_in_torch(layout, size):
-    """In float32, as it computes whatever comes."""
-    kernel, ends = delta_rule(torch_chunk_gated_delta_rule), (0, 7, 8, 101, 120)
-    x, gradient = tensors("delta rule", 120, torch.float32)
-    found = sharded(partial(whole, kernel), x, gradient, played(layout, 120, size, ends))
-    assert error(found, alone(lambda own: kernel.run(own, None)[0], x, gradient, ends)) < 2e-6
 
 
 def drawn(seed, most):
@@ -239,21 +142,6 @@ def test_a_rank_without_tokens_takes_part_in_every_exchange():
     assert convolved("contiguous", 3, 6, (0, 3), 4) < 1e-11
 
 
-def test_outputs_and_states_may_be_written_over():
-    """On a rank without tokens too, and in a kernel that gets a state."""
-    (x, gradient), rule = tensors("delta rule", 3), RULES["delta rule"]
-
-    def run(own, state, *_):
-        return rule.run(own, None if state is None else state.mul_(1.0))
-
-    def written(own, shards):
-        return recurrence(replace(rule, run=run), own, shards).mul_(1.0)
-
-    found = sharded(written, x, gradient, played("contiguous", 3, 6))
-    want = alone(lambda own: rule.run(own, None)[0], x, gradient, (0, 3))
-    assert error(found, want) < 1e-11
-
-
 def test_gradients_of_gradients_are_refused():
     def rank(r, function):
         own = tuple(x.detach().requires_grad_() for x in (y[:, : N // 2] for y in x))
@@ -282,18 +170,6 @@ def test_bytes_sent_are_those_counted():
     assert sent == sum(p.received(rank, state=state, decay=decay) for p in passes for rank in range(4)) > 0
 
 
-def test_bytes_of_a_halo_are_those_counted_and_of_the_formula():
-    """A row of 2 x 3 numbers in float64, each width - 1 times for a fragment that another rank's precedes."""
-    everyone, x = played("zigzag", N, 4), (torch.randn(2, 3, N).double(),)
-    weight = torch.randn(3, 4).double()
-    mix = lambda x, shards: convolution(partial(convolve, weight=weight), x[0], 4, shards, -1)  # noqa: E731
-    sharded(mix, x, x[0], everyone, dim=-1)
-    sent = sum(sum(shards.carrier.sent.values()) for shards in everyone)
-    row, follow = 2 * 3 * 8, 6  # of 7 fragments behind another, the fifth lies on the rank of the fourth
-    assert sent == 2 * sum(everyone[0].halo(3).received(rank, row=row) for rank in range(4))
-    assert sent == 2 * 3 * row * follow
-
-
 def layer(x, recur, mix):
     """A layer that mixes tokens twice: a convolution of the values, and a recurrence."""
     q, k, v, g, beta = x
@@ -302,7 +178,7 @@ def layer(x, recur, mix):
     return recur((q, k, v, g, beta))
 
 
-def on_ranks(rank, size, intra):
+def over_gloo(rank, size, intra):
     """The largest error of a layer over gloo, with documents that change from step to step."""
     topology = Topology.from_group(torch.distributed.group.WORLD, intra_size=intra)
     rule, (x, gradient) = RULES["Kimi's delta rule"], tensors("Kimi's delta rule")
@@ -322,10 +198,14 @@ def on_ranks(rank, size, intra):
 
 @pytest.mark.parametrize(("size", "intra"), [(4, 2), (3, 3), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_over_gloo(size, intra):
-    assert max(processes(size, on_ranks, intra)) < 1e-11
+    assert max(processes(size, over_gloo, intra)) < 1e-11
 
 
-def recomputed(rank, size, name):
+@pytest.mark.parametrize(
+    "name", ["delta rule", "a linear unit", pytest.param("Mamba 2", marks=pytest.mark.slow)]
+)
+@on_ranks(2)
+def test_a_recurrence_that_is_made_again_or_offloaded(rank, size, name):
     """The largest error where a recurrence alone is made again or waits elsewhere, over two backwards.
 
     From some ranks states leave alone. What is asked for twice would be made, or moved, twice.
@@ -355,14 +235,7 @@ def recomputed(rank, size, name):
         assert count.pop("run") == (1 if way == "offload" else 3) and {*count.values()} <= {2}, count
         found = [out.detach(), *(each.grad / 2 for each in own)]
         errors.append(error(found, [shard(each, rule.dim, **how) for each in want(ends=ends)]))
-    return max(errors)
-
-
-@pytest.mark.parametrize(
-    "name", ["delta rule", "a linear unit", pytest.param("Mamba 2", marks=pytest.mark.slow)]
-)
-def test_a_recurrence_that_is_made_again_or_offloaded(name):
-    assert max(processes(2, recomputed, name)) < 1e-11
+    assert max(errors) < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -422,11 +295,3 @@ def test_a_kernel_that_takes_no_state_or_swallows_one_is_refused_by_name():
         gated(lambda q, k, v, g: (v, None))
     with pytest.raises(ValueError, match="kernel selective_scan takes no initial_states or return_final"):
         mamba2(selective_scan, A)
-
-
-def test_a_linear_unit_keeps_three_tensors_for_backward():
-    """x in the dtype of its outputs, a, and h in float32, however long the sequence."""
-    (x, a), kept = (each.requires_grad_() for each in tensors("a linear unit", dtype=torch.bfloat16)[0]), []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda each: each):
-        elementwise().run((x, a), None)
-    assert sum(each.nbytes for each in kept) <= a.nbytes + 2 * x.nbytes * (1 + 1 / N)

@@ -112,26 +112,3 @@ def _stay(rank, size, intra, seeds):
 )
 def test_what_is_not_finite_stays_in_its_document(size, intra, first, last):
     processes(size, _stay, intra, range(first, last))
-
-
-def _padding(rank, size):
-    """Rows that no range names are padding: never written, or whatever was there before."""
-    topology = Topology.from_group(dist.group.WORLD)
-    p = problem(0, 96, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32)
-    mask = Mask.ranges([(0, 20), (20, 31), (31, 70)], [(0, 20), (20, 31), (31, 70)], "causal")
-    spoilt = Problem(*(x.clone() for x in p))
-    for x in spoilt:
-        x[:, 70:] = torch.nan
-    for layout in ("contiguous", "zigzag", "striped"):
-        for config in (BurstConfig(layout=layout), BurstConfig(layout=layout, backward="kv", ring="direct")):
-            for x, want in zip(
-                _attend(spoilt, mask, config, topology), _attend(p, mask, config, topology), strict=True
-            ):
-                torch.testing.assert_close(x[:, :70], want[:, :70])
-    alone = Problem(p.q, p.k, p.v, spoilt.dout)  # dO of padding alone: it has no gradient to spoil
-    for x in _attend(alone, mask, BurstConfig(layout="zigzag"), topology)[1:]:
-        assert bool(x.isfinite().all()) and not bool(x[:, 70:].any())
-
-
-def test_what_lies_in_padding_stays_there():
-    processes(2, _padding)

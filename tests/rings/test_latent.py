@@ -9,10 +9,10 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from counting import count_bytes, count_pairs
+from counting import count_pairs
 from dense import Problem, dense, error, single_kernel
 from masks import random_layout, random_mask
-from ranks import processes
+from ranks import on_ranks, processes
 from sharded import whole
 from torch import Tensor
 
@@ -185,36 +185,8 @@ def test_kernels_that_add_in_place_take_it(ways):
     processes(2, _by_a_kernel_that_adds_in_place, ways)
 
 
-def _counted(rank, size):
-    """(way, bytes sent in forward and backward) of this rank."""
-    sent, rows = count_bytes(), []
-    topology, c = Topology.from_group(dist.group.WORLD), case(0, 256, heads=4, dtype=torch.float32)
-    for rotates, backward in itertools.product(("on", "off"), ("query", "kv")):
-        config = BurstConfig(layout="contiguous", backward=backward, ring="flat", head_parallel=1)
-        q, dout, *own = (
-            shard(x, 1, rank=rank, size=size, layout="contiguous") for x in (c.q, c.dout, *c[1:3])
-        )
-        options = {"topology": topology, "mask": Mask.full(), "config": config}
-        out = burst_attention(q.requires_grad_(), latent=Latent(*own, c.weight, rotates), **options)
-        forward = sum(sent)
-        out.backward(dout)
-        rows.append((rotates, backward, [forward, sum(sent) - forward]))
-        sent.clear()
-    return rows
-
-
-def test_the_wire_carries_the_latent_and_the_rope_key_and_no_k_or_v():
-    size, s = 4, 4
-    tokens, latent, keys, queries = 256 // size, 24 + 8, 4 * (24 + 16), 4 * (24 + 16 + 2)
-    for rows in processes(size, _counted):
-        for rotates, backward, sent in rows:
-            width = latent if rotates == "on" else keys
-            gradient = width if backward == "kv" else 4 * 24
-            data = width if backward == "kv" else queries
-            assert sent == [tokens * s * (size - 1) * x for x in (width, data + gradient)]
-
-
-def _recomputed(rank, size):
+@on_ranks(4)
+def test_checkpointed_layers_keep_segments_of_it(rank, size):
     """Results, outputs of the recomputation, and the pairs that it meets: those of the front alone."""
     topology, n = Topology.from_group(dist.group.WORLD, intra_size=2), 96
     mask, attended = Mask.causal(), count_pairs()
@@ -239,10 +211,6 @@ def _recomputed(rank, size):
         met, front = torch.tensor([attended["forward"], attended["backward"]]), round(n * (1 - keep))
         dist.all_reduce(met)  # each share of the heads is attended on other ranks
         assert met.tolist() == [degree * m * (m + 1) // 2 for m in (n, front)], (config, rotates, keep)
-
-
-def test_checkpointed_layers_keep_segments_of_it():
-    processes(4, _recomputed)
 
 
 def test_one_rank_saves_the_latent_and_not_k_and_v():

@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +5,6 @@ from hypothesis import strategies as st
 
 import burst_mcore
 from burst_mcore import Mask, Topology, burst_attention
-from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 
 
@@ -65,31 +62,6 @@ def test_any_rows_in_any_order_are_summed_and_merged(tiles, seed):
     torch.testing.assert_close(got, (weights.transpose(2, 3)[..., None] * torch.stack(values)).sum(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("limit", [0, 1, 3, merge.WAITING])
-@pytest.mark.parametrize("period", [2, 5])
-def test_any_number_of_parts_waits_and_is_put_together(dtype, limit, period, monkeypatch):
-    """Twelve parts, of which some have half of the rows: more than may wait."""
-    monkeypatch.setattr(merge, "WAITING", limit)
-    like = torch.zeros(1, ROWS, 2, 3, dtype=dtype)
-    total, softmax = GradientSum(like), OnlineSoftmax(like, value_dim=3)
-    generator = torch.Generator().manual_seed(0)
-    outs, lses = torch.zeros(12, 1, ROWS, 2, 3), torch.full((12, 1, 2, ROWS), -torch.inf)
-    for index in range(12):
-        rows = range(ROWS // 2 * (index % period < period // 2), ROWS)
-        part = torch.randn(1, len(rows), 2, 3, generator=generator).to(dtype)
-        lse = torch.randn(1, 2, len(rows), generator=generator)
-        outs[index][:, rows.start :], lses[index][..., rows.start :] = part, lse
-        total.add((rows,), part.clone())
-        softmax.add((rows,), part.clone(), lse.clone())
-    out, lse = softmax.result()
-    weights = (lses - lses.logsumexp(0)).exp().transpose(2, 3).unsqueeze(-1)
-    unit = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
-    torch.testing.assert_close(lse, lses.logsumexp(0))
-    torch.testing.assert_close(out.float(), (weights * outs).sum(0), rtol=unit, atol=1e-6)
-    torch.testing.assert_close(total.result().float(), outs.sum(0), rtol=unit, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     "masks", [(Mask.causal(), Mask.window(0, 3)), (Mask.ranges([(2, 9)], [(0, 4)]),) * 2]
 )
@@ -122,16 +94,6 @@ def test_attention_over_two_sets_of_keys_is_that_over_both(masks):
         found, torch.autograd.grad([want, seen], inputs, [upstream, upstream_lse]), strict=True
     ):
         torch.testing.assert_close(one, other.nan_to_num(), rtol=1e-10, atol=1e-10)
-
-
-def test_rows_that_no_set_shows_a_key_are_zeros_whatever_stands_there():
-    out, other = (torch.full((1, 2, 1, 3), x, dtype=torch.float64, requires_grad=True) for x in (1.0, 3.0))
-    lse = torch.tensor([[[-torch.inf], [0.0]]], dtype=torch.float64)
-    merged, total = burst_mcore.merge(out, lse, other, lse)
-    merged.sum().backward()
-    assert merged[0, :, 0, 0].tolist() == [0, 2] and total.flatten().tolist() == [-torch.inf, math.log(2)]
-    for x in (out, other):
-        assert x.grad[0, :, 0, 0].tolist() == [0, 0.5]
 
 
 def test_sets_that_do_not_go_together_are_refused():

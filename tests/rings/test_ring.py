@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import crossed
-from counting import count_bytes
 from dense import ALTERNATING, assert_as_exact_as, dense, error, problem, share_score, single_kernel
 from masks import MASKS, layouts
-from ranks import processes
+from ranks import on_ranks, processes
 from sharded import whole_results
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
@@ -49,39 +48,6 @@ def _grid(rank, size, dtype):
 )
 def test_as_exact_as_the_kernel_alone(size, dtype):
     processes(size, _grid, dtype)
-
-
-def _bytes(rank, size):
-    sent = count_bytes()
-    counted = {}
-    for direction, (h, hkv), dtype, grad_dtype in itertools.product(
-        ("query", "kv"), ((4, 4), (4, 1)), (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16)
-    ):
-        p = problem(0, 24 * size, heads=h, kv_heads=hkv, dtype=dtype)
-        q, k, v, dout = (shard(x, 1, rank=rank, size=size) for x in p)
-        q.requires_grad_()
-        config = BurstConfig(ring="double", backward=direction, grad_dtype=grad_dtype)
-        topology = Topology.from_group(dist.group.WORLD)
-        sent.clear()
-        out = burst_attention(q, k, v, topology=topology, mask=Mask.full(), config=config)
-        forward = sum(sent)
-        sent.clear()
-        out.backward(dout)
-        counted[direction, h, hkv, dtype.itemsize, grad_dtype.itemsize] = (forward, sum(sent))
-    return counted
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_bytes_on_the_wire_are_the_formulas_on_every_rank(size):
-    for counted in processes(size, _bytes):
-        for (direction, heads, kv_heads, s, g), (forward, backward) in counted.items():
-            n, d, d_kv = 24 * size, heads * 16, kv_heads * 16
-            assert forward == 2 * n * d_kv * s * (size - 1) // size
-            of_gradients = (size - 2) * g + min(s, g)
-            if direction == "query":
-                assert backward == n // size * ((size - 1) * (2 * d * s + 8 * heads) + d * of_gradients)
-            else:
-                assert backward == 2 * n // size * d_kv * ((size - 1) * s + of_gradients)
 
 
 def _odd_uses(rank, size, degree):
@@ -138,12 +104,9 @@ def test_strides_autocast_calls_in_flight_and_lse_gradients(size, degree):
     assert all(processes(size, _odd_uses, degree))
 
 
-def _received(rank, size):
-    return torch.empty(4).isnan().all().item() and torch.empty_like(torch.ones(3)).isnan().all().item()
-
-
-def test_buffers_are_poisoned_in_the_processes_too():
-    assert processes(2, _received) == [True, True]
+@on_ranks(2)
+def test_buffers_are_poisoned_in_the_processes_too(rank, size):
+    assert torch.empty(4).isnan().all().item() and torch.empty_like(torch.ones(3)).isnan().all().item()
 
 
 def _massive(rank, size, mask):

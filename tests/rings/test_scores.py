@@ -17,11 +17,9 @@ from dense import (
 from ranks import processes
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
+from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.kernels.wrappers import takes_delta
-from burst_mcore.attention.numerics.rowwise import row_delta
 from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.attention.resolve import resolve
 from burst_mcore.attention.runtime.topology import Topology
@@ -132,20 +130,6 @@ def _sinks_in_float32(rank, size, seeds):
 def test_gradients_of_sinks_are_as_exact_as_on_one_device():
     """Where their terms cancel, too: then a rounding of the terms is many of their sum."""
     assert processes(2, _sinks_in_float32, range(10))[0] < 1e-2
-
-
-def test_a_delta_of_rows_without_a_gradient_of_out_counts():
-    p = problem(4, 32, dtype=torch.float32)
-    dout = torch.zeros_like(p.dout)
-    pattern, scores, kernel = Pattern((32, 32), high=0), Scores(0.25), KERNELS["aten-cpu"]
-    out, lse = kernel.forward(p.q, p.k, p.v, pattern, scores)
-    x = BackwardInputs(dout, p.q, p.k, p.v, None, lse, -torch.ones_like(lse))
-    got = takes_delta(kernel).backward(x, pattern, scores)
-    ones = torch.ones(1, 32, 4, dtype=torch.float64)
-    want = dense(p._replace(dout=dout), Mask.causal(), dlse=ones)
-    for g, w in zip(got, (want.dq, want.dk, want.dv), strict=True):
-        assert (g - w).abs().max() < 1e-5
-    assert torch.equal(row_delta(dout, out), torch.zeros_like(lse))
 
 
 @pytest.mark.parametrize("kernel", ["aten-cpu", "reference"])

@@ -151,19 +151,6 @@ def test_passes_leave_no_tensors_to_the_garbage_collector(route, direction):
     assert not left
 
 
-@pytest.mark.parametrize("direction", ["query", "kv"])
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_a_kernel_that_forms_d_where_heads_are_shared_and_blocks_rotate_in_part(direction, mirrored):
-    """Each block sees itself; odd ones the next, even ones that at a distance of four: halves of blocks."""
-    sees = torch.eye(8, dtype=torch.bool)
-    for block in range(8):
-        sees[block, (block + (1 if block % 2 else 4)) % 8] = True
-    p, mask = problem(0, 96, kv_heads=2), Mask.blocks(sees, 12)
-    got, *_ = simulate(p, mask, "contiguous", Route(1, 4, 2, mirrored=mirrored), direction, "aten-cpu")
-    for g, w in zip(got, dense(p, mask), strict=True):
-        assert error(g, w) <= 1e-12
-
-
 @pytest.mark.parametrize("route", [Route(1, 4), Route(2, 2)], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_large_tiles_by_halves_of_their_heads_give_the_same_bits(route, kv_heads, monkeypatch):
@@ -183,19 +170,6 @@ def test_large_tiles_by_halves_of_their_heads_give_the_same_bits(route, kv_heads
     halves, *_ = simulate(p, Mask.causal(), "zigzag", route, "query", "aten-cpu")
     assert Counter(heads) == ({4: tiles} if kv_heads == 1 else {4: own, 2: 2 * (tiles - own)})
     assert all(torch.equal(x, y) for x, y in zip(halves, whole, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("direction", ["query", "kv"])
-def test_every_ring_and_double_ring_of_16_ranks_and_some_of_32_equals_dense_attention(direction, overlap):
-    small = [(nodes, intra) for nodes in range(1, 17) for intra in range(1, 16 // nodes + 1)]
-    for nodes, intra in [*small, (1, 32), (2, 16), (3, 10), (4, 8), (8, 4), (16, 2), (31, 1)]:
-        route = Route(nodes, intra, overlap=overlap)
-        n = 2 * Layout("zigzag").divisor(route.size)  # one token alone has no gradient to compare with
-        p = problem(route.size, n, heads=2, kv_heads=1, head_dim=8)
-        got, _, _ = simulate(p, Mask.causal(), "zigzag", route, direction)
-        assert max(error(g, w) for g, w in zip(got, dense(p, Mask.causal()), strict=True)) <= 1e-12, route
 
 
 ANYTHING = given(

@@ -16,19 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import dense, error, problem
-from ranks import processes
+from ranks import on_ranks, processes
 from sharded import own_results, whole_results
 from torch.distributed.device_mesh import init_device_mesh
 
-from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention, shard
+from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.attention.agree import agreement_of
-from burst_mcore.attention.candidates import Question, Ranks, routes, settings_of
-from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime import topology as module
-from burst_mcore.attention.runtime.executor import GroupTransport
 from burst_mcore.rates import Rates
-from burst_plan.machines import MACHINES
 
 
 def _with_hosts(rank, size, hosts):
@@ -101,7 +97,8 @@ def test_a_double_ring_over_groups_that_exist(size, intra, config):
     assert max(processes(size, _on_groups, intra, config)) < 1e-12
 
 
-def _in_another_order(rank, size):
+@on_ranks(4)
+def test_a_ring_in_another_order_than_its_ranks_holds_what_is_sharded_to_it(rank, size):
     """The ring is 0, 2, 1, 3: what the ranks tell one another, such as how much each holds, is by ring."""
     inner, outer = _mine(rank, [[0, 2], [1, 3]]), _mine(rank, [[0, 1], [2, 3]])
     topology, config = Topology.from_groups(intra=inner, inter=outer), BurstConfig()
@@ -110,14 +107,11 @@ def _in_another_order(rank, size):
     want = dense(p, Mask.causal())
     got = own_results(p, Mask.causal(), topology.rank, size, config, topology)
     mine = [shard(x, 1, rank=topology.rank, size=size, layout=config.layout) for x in want]
-    return max(error(g, w) for g, w in zip(got, mine, strict=True))
+    assert max(error(g, w) for g, w in zip(got, mine, strict=True)) < 1e-12
 
 
-def test_a_ring_in_another_order_than_its_ranks_holds_what_is_sharded_to_it():
-    assert max(processes(4, _in_another_order)) < 1e-12
-
-
-def _refused(rank, size):
+@on_ranks(4)
+def test_groups_meshes_and_sizes_that_make_no_topology_are_refused(rank, size):
     """What no topology is made of, on four ranks."""
     world, (inner, outer) = dist.group.WORLD, _groups(rank, size, 2)
     uneven = _mine(rank, [[0, 1, 2], [3]]), _mine(rank, [[0, 3], [1], [2]])
@@ -160,11 +154,6 @@ def _refused(rank, size):
             make()
     for legal in ({"head_parallel": 4}, {"head_parallel": "auto", "ring": "auto"}):
         connect(made, BurstConfig(**legal))
-    return True
-
-
-def test_groups_meshes_and_sizes_that_make_no_topology_are_refused():
-    assert all(processes(4, _refused))
 
 
 def _late(rank, size):
@@ -186,17 +175,6 @@ def _late(rank, size):
 
 def test_ranks_are_waited_for_as_long_as_their_groups_say():
     assert max(processes(4, _late)[:3]) < limits.AT_ONCE
-
-
-@pytest.mark.parametrize(("size", "words"), [(2, {}), (4, {}), (4, {"ring": "flat"})])
-def test_connecting_makes_the_routes_that_a_call_searches(size, words, monkeypatch):
-    connected, config = set(), BurstConfig(**words)
-    monkeypatch.setattr(GroupTransport, "connect", lambda self, pass_: connected.add(self._route))
-    connect(Topology(rank=0, size=size, intra_size=1), config)
-    shape = {"batch": 1, "tokens": 8, "heads": 4, "kv_heads": 4, "head_dim": 8, "value_dim": 8}
-    shard, ranks = Shard(**shape, dtype=torch.float32), Ranks(size, 1)
-    question = Question(shard, Layout("zigzag"), Mask.causal(), 8 * size, ranks, MACHINES["H100"].rates)
-    assert connected == set(routes(question, settings_of(config, question)))
 
 
 class Holds(torch.nn.Module):
@@ -230,7 +208,9 @@ def test_a_module_that_holds_a_ring_is_copied_and_never_pickled():
     assert pickle.loads(pickle.dumps(single)) == copy.deepcopy(single) == single
 
 
-def _destroyed(rank, size, kind, used):
+@pytest.mark.parametrize(("kind", "used"), [("world", True), ("group", False), ("group", True)])
+@on_ranks(2)
+def test_a_call_on_a_destroyed_group_says_so(rank, size, kind, used):
     group = dist.group.WORLD if kind == "world" else dist.new_group()
     topology = Topology.from_group(group)
     x = torch.ones(1, 8, 2, 8, requires_grad=True)
@@ -244,15 +224,10 @@ def _destroyed(rank, size, kind, used):
         with pytest.raises(RuntimeError, match=words):
             out.sum().backward()
     dist.barrier = lambda: None  # the world may be gone
-    return True
 
 
-@pytest.mark.parametrize(("kind", "used"), [("world", True), ("group", False), ("group", True)])
-def test_a_call_on_a_destroyed_group_says_so(kind, used):
-    assert all(processes(2, _destroyed, kind, used))
-
-
-def _collectives_between(rank, size):
+@on_ranks(3)
+def test_calls_that_go_ahead_meet_no_collective_of_the_model(rank, size):
     """Calls that go ahead, and collectives of the model on the same group, by ranks that keep no step."""
     group = dist.group.WORLD
     calls = agreement_of(Topology.from_group(group, intra_size=size))
@@ -264,11 +239,6 @@ def _collectives_between(rank, size):
         dist.all_gather(found, torch.full((5,), rank + 10 * step), group=group)
         assert torch.stack(found).tolist() == [[each + 10 * step] * 5 for each in range(size)], step
     calls.settle()
-    return True
-
-
-def test_calls_that_go_ahead_meet_no_collective_of_the_model():
-    assert all(processes(3, _collectives_between))
 
 
 def _made_anew(rank, size, kind):
@@ -308,7 +278,8 @@ def test_rings_made_anew_leave_no_threads_and_no_connections(kind):
         assert counts[2:] == counts[1:2] * 3
 
 
-def _let_go(rank, size):
+@on_ranks(2)
+def test_ranks_do_not_wait_for_one_that_closed_its_ring(rank, size):
     """Whether a group is gone as soon as its ring is closed, and not with the next collection of garbage."""
     topology = Topology.from_group(dist.group.WORLD)
     q, k, v, _ = (x.requires_grad_() for x in problem(0, 8, dtype=torch.float32))
@@ -319,8 +290,4 @@ def _let_go(rank, size):
     dist.destroy_process_group()
     module._forget_destroyed()
     dist.barrier = lambda: None
-    return world() is None and topology.communicators.destroyed
-
-
-def test_ranks_do_not_wait_for_one_that_closed_its_ring():
-    assert processes(2, _let_go) == [True, True]
+    assert world() is None and topology.communicators.destroyed

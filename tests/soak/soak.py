@@ -46,10 +46,8 @@ BOUND = 15 * float(os.environ.get("TEST_PATIENCE", "1"))
 LATE = limits.AT_ONCE
 """Seconds after which a rank that does not answer hangs."""
 WEIGHTS = {
-    "attention": 30,
-    "scores": 8,
-    "latent": 8,
-    "recurrent": 8,
+    "attention": 44,
+    "latent": 10,
     "training": 2,
 }
 FAULTS = 3

@@ -15,22 +15,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from causal_lms import worst
-from dense import Result, assert_as_exact_as, dense, error, problem, single_kernel
+from dense import Result, assert_as_exact_as, dense, error, single_kernel
 from loops import Case, by_hand, one_process
-from masks import random_layout, random_mask
-from players import alone
 from sharded import whole, whole_results
 from test_latent import Gradients, on_ring, through
 from test_latent import _random as random_latent
 from test_masks_on_rings import DTYPES, KERNEL, random_call
 from test_recompute_on_ranks import _local as recomputed
-from test_recurrence import RULES, tensors
-from test_scores import _attend as scored
 
-from burst_mcore import BurstConfig, Topology, shard
+from burst_mcore import Topology
 from burst_mcore.attention.candidates import Ranks
 from burst_mcore.checkpointing import Full, KeepAttention, Segment
-from burst_mcore.recurrent import Shards, recurrence
 
 Draw = random.Random
 TIMES = 4.0
@@ -74,37 +69,6 @@ def attention(draw: Draw, team: Team) -> str:
     return words
 
 
-def scores(draw: Draw, team: Team) -> str:
-    """A call with a softcap, a scale, sinks, gradients through lse, in float64."""
-    topology, kv_heads, n = team.topology(draw), draw.randint(1, 3), draw.randint(1, 200)
-    heads = kv_heads * draw.choice((1, 2, 4))
-    p = problem(n, n, batch=draw.randint(1, 2), heads=heads, kv_heads=kv_heads, head_dim=8)
-    mask, config = random_mask(draw, n), BurstConfig(layout=random_layout(draw, team.size, n))
-    softcap, scale = draw.choice((None, 2.0)), draw.choice((None, 0.3))
-    sinks = torch.linspace(-3, 6, heads, dtype=torch.float64) if draw.random() < 0.5 else None
-    dlse = torch.linspace(-1, 1, n, dtype=torch.float64)[None, :, None].expand(p.q.shape[:3])
-    given = {"softcap": softcap, "dlse": dlse if draw.random() < 0.5 else None}
-    words = (
-        f"{tuple(p.q.shape)} {kv_heads} K/V heads {mask} {config} softcap={softcap} scale={scale} "
-        f"sinks={sinks is not None} dlse={given['dlse'] is not None} {topology}"
-    )
-    with telling(words):
-        want_sinks = None if sinks is None else sinks.clone().requires_grad_()
-        want = dense(p, mask, scale, sinks=want_sinks, **given)
-        got, dsinks = scored(
-            p, mask, rank=team.rank, size=team.size, topology=topology, config=config, softmax_scale=scale,
-            sinks=sinks, **given,
-        )  # fmt: skip
-        for name, g, w in zip(
-            Result._fields, (whole(x, team.size, config.layout) for x in got), want, strict=True
-        ):
-            held(name, g, w)
-        if dsinks is not None:
-            dist.all_reduce(dsinks)
-            held("the gradient of sinks", dsinks, want_sinks.grad)
-    return words
-
-
 def latent(draw: Draw, team: Team) -> str:
     """A call of multi-latent attention in float64."""
     topology = team.topology(draw)
@@ -115,29 +79,6 @@ def latent(draw: Draw, team: Team) -> str:
         if draw.randrange(team.size) == team.rank:
             for name, g, w in zip(Gradients._fields, got, through(c, lambda p: dense(p, mask)), strict=True):
                 held(name, g, w)
-    return words
-
-
-RECURRENCES = "delta rule", "Kimi's delta rule", "a gate of a head", "a gate of each row"
-"""Those of RULES whose tensors all have tokens along dimension 1, and a gradient each on every rank."""
-
-
-def recurrent(draw: Draw, team: Team) -> str:
-    """A recurrence over documents, in float64."""
-    topology, name, n = team.topology(draw), draw.choice(RECURRENCES), draw.randint(1, 90)
-    layout = draw.choice(("contiguous", "zigzag")) if n % (2 * team.size) == 0 else "contiguous"
-    ends = (0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 4))), n)
-    shards = Shards(topology, BurstConfig(layout=layout).layout, n, ends)
-    how = {"rank": team.rank, "size": team.size, "layout": layout}
-    rule, (x, gradient) = RULES[name], tensors(name, n)
-    words = f"{name} {n} tokens {layout} documents {ends} {topology}"
-    with telling(words):
-        own = tuple(shard(each, 1, **how).detach().requires_grad_() for each in x)
-        out = recurrence(rule, own, shards)
-        found = [out, *torch.autograd.grad(out, own, shard(gradient, 1, **how))]
-        want = alone(lambda x: rule.run(x, None)[0], x, gradient, ends)
-        for part, g, w in zip(("out", *map(str, range(len(x)))), found, want, strict=True):
-            held(part, g, shard(w, 1, **how))
     return words
 
 
@@ -158,7 +99,7 @@ def held(name: str, got: torch.Tensor, want: torch.Tensor, bound: float = EXACT)
         assert error(got, want) < bound, f"{name}: a relative error of {error(got, want):.3e}"
 
 
-CALLS: tuple[Callable[[Draw, Team], str], ...] = (attention, attention, attention, scores, latent, recurrent)
+CALLS: tuple[Callable[[Draw, Team], str], ...] = (attention, attention, attention, latent)
 
 
 def training(draw: Draw, team: Team) -> str:
@@ -198,9 +139,7 @@ def in_float64() -> Iterator[None]:
 
 STEPS: dict[str, Callable[[Draw, Team], str]] = {
     "attention": attention,
-    "scores": scores,
     "latent": latent,
-    "recurrent": recurrent,
     "training": training,
 }
 """The steps that end well on every rank; `Fault` has the others."""

@@ -2,18 +2,13 @@
 
 import io
 import json
-import os
 import sys
 
 import pytest
 
 pytest.importorskip("transformers")
 
-import soak as soak_module
-import soak_figures
-import soak_ranks
 import soak_steps
-import torch
 from soak import BOUND, WEIGHTS, drawn, report, run
 from soak_figures import BOUNDS, Held, growths, slopes
 
@@ -26,13 +21,6 @@ def _first_of_each(seed):
         found.setdefault((name, fault and fault.how), number)
     assert {name for name, *_ in found} == {*WEIGHTS, "fault"}
     return sorted(found.values())
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_rank_of_a_long_run_grows_old(seed):
-    faults = [fault for number in range(7500, 15499) if (fault := drawn(seed, number)[1])]
-    spared = set(range(4)).difference(*(fault.ranks for fault in faults))
-    assert len(spared) == 1
 
 
 def test_every_kind_of_step():
@@ -67,35 +55,6 @@ def test_a_step_that_fails_is_reported_and_the_next_goes_on(monkeypatch):
     soak = run(0, log, iter(numbers))
     assert len(soak.failures) == 1 and "rank 2" in soak.failures[0] and "a wrong sum" in soak.failures[0]
     assert ["error" in json.loads(line) for line in log.getvalue().splitlines()] == [True, False]
-
-
-def _keeps(draw, team):
-    KEPT.append(os.urandom(64 * 1024))
-    return "64 KiB that nobody frees"
-
-
-def _products(draw, team):
-    for _ in range(5):
-        rows, keys, width = (draw.randint(1, 99) for _ in range(3))
-        torch.bmm(*(torch.ones(2, *shape, dtype=torch.bfloat16) for shape in ((rows, width), (width, keys))))
-    return "products of shapes that were not there before"
-
-
-KEPT = []
-
-
-@pytest.mark.parametrize(("step", "grow"), [(_keeps, True), (_products, False)])
-def test_memory_that_is_kept_is_found_and_caches_of_shapes_are_none(monkeypatch, step, grow):
-    monkeypatch.setitem(soak_steps.STEPS, "attention", step)
-    monkeypatch.setattr(soak_figures, "WARM", 20)
-    monkeypatch.setattr(soak_figures, "ENOUGH", 30)
-    monkeypatch.setattr(soak_ranks, "EVERY", 2)
-    monkeypatch.setattr(soak_module, "WEIGHTS", {"attention": 1})
-    monkeypatch.setattr(soak_module, "FAULTS", 0)
-    soak = run(0, io.StringIO(), iter(range(60)))
-    assert not soak.failures, soak.failures
-    found = growths(soak.held)
-    assert len(found) == 4 * grow and all("more and more memory" in words for words in found), found
 
 
 def _held(memory=0.0, threads=0.0, descriptors=0.0, jump=0):

@@ -20,8 +20,6 @@ pytest.importorskip("accelerate")
 CP = 2
 GROUP = 4
 """Rollouts of a prompt."""
-ENDS = [(5, 2), (7, 2), (1, 2), (6, 2), (5, 4), (3, 4)]
-"""(rows, rows of a batch) of evaluations: replicas have another number of the last rows, or none."""
 
 
 def _have_fsdp_on_cpus():
@@ -137,20 +135,6 @@ def test_a_trainer(tmp_path):
     options = {"gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "all"}
     whole = {"data": dataset(8, tokens=37), "metrics": accuracy, "halves": True, **options}
     _held(str(tmp_path), 2, whole, {"data": dataset(3), "hybrid": True})
-
-
-@pytest.mark.slow
-def test_more_of_a_trainer(tmp_path):
-    data = dataset(12, tokens=37)
-    shorter = [{name: x[: 37 - 2 * i] for name, x in sample.items()} for i, sample in enumerate(data)]
-    means = {"data": shorter, "average_tokens_across_devices": False, "per_device_train_batch_size": 2}
-    _held(str(tmp_path), 2, means)
-    _held(
-        str(tmp_path),
-        4,
-        {"data": data},
-        {"data": shorter, "eval_strategy": "steps", "eval_steps": 1, "metrics": accuracy, "ends": ENDS},
-    )  # replicas have other numbers of labels, and each step but the first comes after an evaluation
 
 
 def _trl(folder, cp, kind, hybrid=False, **options):
@@ -273,9 +257,3 @@ def test_grpo_of_the_page_of_recipes(tmp_path, ranks, options):
     for name in ("kl", "entropy") if ranks > CP else ():  # TRL's means of micro-batches, whose rows differ
         del want[name]
     _alike(processes(ranks, _grpo_of_ranks, str(tmp_path), options), (want, theirs), 1e-6)
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on(tmp_path):
-    saved = {"data": dataset(8, tokens=37), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    _held(str(tmp_path), 2, saved, {**saved, "resumed": True})

@@ -173,6 +173,7 @@ def test_the_launcher(tmp_path):
     assert done.stdout.strip().endswith("burst_mcore.torch.accelerate")
 
 
+@pytest.mark.slow
 def test_a_command_that_starts_ranks_itself(tmp_path):
     """A command of an installed package starts torchrun, as `trl sft` does: its ranks find ours too."""
     pytest.importorskip("deepspeed")

@@ -112,39 +112,6 @@ def test_every_hybrid(name, size):
     processes(size, _cells, [(name, *cell, number == 2) for number, cell in enumerate([*layouts, *packed])])
 
 
-@on_ranks(2)
-def test_one_matrix_alone_is_trained(rank, size):
-    """x_proj, as by LoRA. Rank 1 ends the sequence: no state is made there that would need gradients."""
-    model, batch = model_of("mamba").requires_grad_(False), batch_of([[64], [64]])
-    path = next(path for path, _ in model.named_modules() if path.endswith("x_proj"))
-    model.get_submodule(path).requires_grad_()
-    other = copy.deepcopy(model)
-    loss = sharded(other, batch, layout="contiguous").item()
-    assert getattr(bound._LAYER, "mixing", None) is None, "a layer's sequences are kept behind its forward"
-    assert loss == pytest.approx(alone(model, batch, [[64], [64]]), rel=2e-5)
-    found, want = (each.get_submodule(path).weight.grad for each in (other, model))
-    assert (found - want).abs().max() < 2e-5 * want.abs().max()
-
-
-@on_ranks(2)
-def test_own_loops_with_each_policy_of_recompute(rank, size):
-    torch.use_deterministic_algorithms(False)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    model, batch = model_of("bamba"), batch_of(DOCUMENTS)
-    want = alone(model, batch, DOCUMENTS)
-    for policy in ("full", "attention", "segment"):
-        other = copy.deepcopy(model)
-        other.zero_grad()
-        cp = parallelize(other, mesh, config={"layout": "zigzag"}, reduction="mean", checkpointing=policy)
-        loss = other(**cp.shard(batch)).loss
-        loss.backward()
-        for p in other.parameters():
-            torch.distributed.all_reduce(p.grad)
-            p.grad /= size
-        assert loss.item() == pytest.approx(want, rel=2e-5), policy
-        assert worst(other, model) < 2e-5, policy
-
-
 def test_a_kernel_without_a_state_is_refused_when_a_model_is_prepared(monkeypatch):
     """transformers' wrapper shows the signature of its torch code, and would drop the state."""
     package = types.ModuleType("package_of_kernels")

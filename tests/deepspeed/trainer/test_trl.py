@@ -107,15 +107,3 @@ def test_trl(names, tmp_path):
             for key, values in theirs.items():
                 assert values and ours[key] == pytest.approx(values, rel=1e-4, abs=1e-6), (name, key)
             assert worst(parameters, true) < 1e-6, name
-
-
-@pytest.mark.slow
-def test_evaluation_of_two_groups(tmp_path):
-    """Of weights that stay, in last loads in which the groups have unequal numbers of rows, or none."""
-    still = {"folder": str(tmp_path), "learning_rate": 0.0, "max_steps": 1}
-    cases = {name: CASES[name] for name in ("SFT, rows padded", "SFT, packed", "DPO, rows padded", "KTO")}
-    calls = [{"kind": kind, **options, **still} for kind, options in cases.values()]
-    (want,) = processes(1, _runs, trained, None, calls)
-    for found in processes(4, _runs, trained, 2, calls):
-        for name, (ours, _), (theirs, _) in zip(cases, found, want, strict=True):
-            assert ours["evaluation"][0] == pytest.approx(theirs["evaluation"][0], rel=1e-5), name

@@ -75,12 +75,16 @@ RINGS = {
         [*BURST, *CP2, *"--burst-head-parallel auto --burst-ring auto --burst-rates 1 0.1 0.01".split()],
     ),
 }
+LIKE_OTHERS = ("a2a", "p2p and a2a", "given rates")
+"""What the cells beside them find as well: these are for `make test-all`."""
 
 
 @pytest.mark.proves("training runs", "CP 2 by the flag, by a spec, striped, with the fused loss")
 @pytest.mark.proves("training runs", "TP 2 x CP 2, DP 2 x CP 2, CP 4 on a double ring with shared heads")
 @pytest.mark.proves("training runs", "`--cp-comm-type` p2p, a2a, all_gather, a2a+p2p, a list")
-@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in RINGS]
+)
 def test_rings_train_as_one_process(name, data, alone, tmp_path):
     ranks, arguments = RINGS[name]
     assert_equal(train(tmp_path, ranks, data, *arguments), alone)
@@ -96,11 +100,18 @@ def test_with_a_recompute_policy(data, alone, tmp_path):
         assert "segment recompute: keep=0.3 is moved to 0.5" in said
 
 
-@pytest.mark.proves("training runs", "PP 2 x CP 2")
-def test_with_pipeline_parallelism(data, tmp_path):
-    stages = ["--pipeline-model-parallel-size", "2"]  # its stages start from seeds of their own
+INTERLEAVED = ["--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"]
+
+
+@pytest.mark.proves("training runs", "PP 2 x CP 2, 1F1B and interleaved, with and without segment recompute")
+@pytest.mark.parametrize(
+    "schedule", [pytest.param([], marks=pytest.mark.slow), INTERLEAVED], ids=["1F1B", "interleaved"]
+)
+def test_with_pipeline_parallelism(schedule, data, tmp_path):
+    stages = ["--pipeline-model-parallel-size", "2", *schedule]  # its stages start from seeds of their own
     alone = train(tmp_path / "alone", 2, data, *stages)
-    assert_equal(train(tmp_path / "ring", 4, data, *BURST, *CP2, *stages), alone)
+    segment = ["--burst-recompute", "segment", "--burst-recompute-keep", "0.5"] if schedule else []
+    assert_equal(train(tmp_path / "ring", 4, data, *BURST, *CP2, *stages, *segment), alone)
 
 
 @pytest.mark.proves("training runs", "EP 2 x CP 2")
@@ -124,13 +135,19 @@ def hybrid_alone(data, tmp_path_factory):
 @pytest.mark.proves("training runs", "HybridModel of attention and MLP layers, CP 2 and CP 4")
 @pytest.mark.parametrize(
     ("size", "ours"),
-    [("2", BURST), ("4", ["--spec", "burst_mcore.megatron.spec", "burst_hybrid_stack_spec"])],
+    [
+        ("2", BURST),
+        pytest.param(
+            "4", ["--spec", "burst_mcore.megatron.spec", "burst_hybrid_stack_spec"], marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_hybrid_model(size, ours, data, hybrid_alone, tmp_path):
     ring = ["--context-parallel-size", size, "--burst-layout", "striped"]
     assert_equal(train(tmp_path, int(size), data, *HYBRID, *ours, *ring), hybrid_alone)
 
 
+@pytest.mark.slow
 @pytest.mark.proves("training runs", "under torchrun")
 def test_under_torchrun(data, alone, tmp_path):
     script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
@@ -201,24 +218,6 @@ def test_what_follows_from_arguments_is_one_line_on_each_rank_and_exit_status_2(
         said = [line for line in errors.splitlines() if not BEFORE.search(line)]
         assert len(said) == 1 and words in said[0], said
         assert said[0].startswith(f"burst_mcore.megatron: {f'rank {rank}: ' if rank else ''}"), said
-
-
-@pytest.mark.slow
-def test_a_rank_that_refuses_alone_tells_its_reason(data, tmp_path):
-    """The flag is missing on rank 1: rank 0 goes on, until torchrun ends it."""
-    (tmp_path / "on_one_rank.py").write_text(
-        "import os, runpy, sys\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    sys.argv += ['--context-parallel-attention-backend', 'burst']\n"
-        "sys.argv[0] = 'burst_mcore.megatron'\n"
-        "runpy.run_module('burst_mcore.megatron', run_name='__main__')\n"
-    )
-    script = Path(prepare_bytes.__file__).with_name("train_bytes_gpt.py")
-    arguments = [*MODEL, *data, *CP2, "--train-iters", "4"]
-    done = torchrun(2, tmp_path / "on_one_rank.py", script, *arguments, cwd=tmp_path)
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if "burst_mcore.megatron: " in line]
-    assert len(said) == 1 and re.search(r"rank 1: --context-parallel-size 2: .*add --context-", said[0]), said
 
 
 def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path, monkeypatch):
