@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Never, TypeVar
+from typing import Any, Never
 
 from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.kernels.table import KERNELS
@@ -17,17 +16,14 @@ from burst_mcore.megatron.rules import Settings, judge, of_recompute
 from burst_mcore.rates import Rates
 from burst_mcore.words import REMOVED
 
-Value = TypeVar("Value")
-
-POLICIES = ("full", "attention", "segment")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group "burst attention" to Megatron's parser, without flags that a patched Megatron has."""
-    if has_flag(parser, "--burst-recompute"):
+    known = parser._option_string_actions
+    if "--burst-recompute" in known:
         return parser
     group = parser.add_argument_group(title="burst attention")
-    if not has_flag(parser, "--context-parallel-attention-backend"):
+    if "--context-parallel-attention-backend" not in known:
         group.add_argument(
             "--context-parallel-attention-backend",
             choices=("default", "burst"),
@@ -58,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--burst-recompute",
-        choices=POLICIES,
+        choices=("full", "attention", "segment"),
         help="What checkpointed layers keep of attention: nothing (full), all (attention), or the end of the "
         "sequence (segment). Without --recompute-granularity, checkpoints every layer.",
     )
@@ -80,11 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Keep it in pinned host memory.",
     )
     return parser
-
-
-def has_flag(parser: argparse.ArgumentParser, flag: str) -> bool:
-    """Return whether a parser knows a flag."""
-    return flag in parser._option_string_actions
 
 
 def recompute_policy(arguments: argparse.Namespace) -> Policy:
@@ -131,15 +122,6 @@ def uses_burst(arguments: argparse.Namespace) -> bool:
 def burst_asked_for(arguments: argparse.Namespace) -> bool:
     """Return whether the flag chooses burst attention."""
     return getattr(arguments, "context_parallel_attention_backend", "default") == "burst"
-
-
-def from_command_line(read: Callable[[argparse.Namespace], Value], otherwise: Value) -> Value:
-    """Read Megatron's parsed arguments; return `otherwise` if Megatron has parsed none."""
-    try:
-        arguments = megatron_arguments()
-    except RuntimeError:
-        return otherwise
-    return read(arguments)
 
 
 def rates_of(arguments: argparse.Namespace) -> Rates | None:
@@ -210,18 +192,10 @@ def packed_of(arguments: argparse.Namespace) -> str:
     return "whole" if at_any_token and not each_alone else "documents"
 
 
-def megatron_arguments() -> Any:
-    """Return Megatron's parsed arguments.
-
-    Raises:
-        RuntimeError: megatron.training is not installed, or has not parsed its arguments yet.
-    """
+def command_line() -> Any:
+    """Return Megatron's parsed arguments; an empty Namespace, of which all is default, if there are none."""
     try:
         from megatron.training import global_vars
-    except ImportError as error:
-        raise RuntimeError(
-            "megatron.training is not installed, so there are no command-line arguments"
-        ) from error
-    if global_vars._GLOBAL_ARGS is None:
-        raise RuntimeError("Megatron has not parsed its arguments yet")
-    return global_vars._GLOBAL_ARGS
+    except ImportError:
+        return argparse.Namespace()
+    return global_vars._GLOBAL_ARGS or argparse.Namespace()

@@ -28,8 +28,8 @@ from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.megatron.arguments import (
     burst_config,
+    command_line,
     flag_of,
-    from_command_line,
     given_flags,
     mla_latent,
     packed_of,
@@ -77,7 +77,8 @@ def check_arguments(arguments: Any) -> None:
     rates_of(arguments)
     burst, size = burst_config(arguments), arguments.context_parallel_size
     route_flags = given_flags(arguments, *ROUTING)
-    for kind in layers_comm_types(arguments):
+    types = s.cp_comm_type or None  # one for all layers, or one a layer
+    for kind in types if isinstance(types, list | tuple) else [types]:
         burst_of_kind = configured(burst, arguments, kind, routing=route_flags)
         try:
             with_kernel(burst_of_kind, arguments, Ranks(size, size), Mask.causal())
@@ -134,7 +135,7 @@ def refuse_dense_mask(source: str, tokens: int) -> None:
 def _refusing_a_dense_mask(check: Callable[..., None], config: Any) -> None:
     """Wrap the check of a data set's configuration: with burst attention a large dense mask raises."""
     check(config)
-    if config.create_attention_mask and from_command_line(uses_burst, otherwise=False):
+    if config.create_attention_mask and uses_burst(command_line()):
         refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
 
 
@@ -154,7 +155,8 @@ def with_kernel(
     is_grouped = s.group_query_attention is not False  # without, arguments have one group
     groups = (s.num_query_groups if is_grouped else None) or heads
     q_shape = 1, 1, heads // shards, dims[0]
-    dtype = dtype_of_calls(config)
+    half = (torch.bfloat16 if s.bf16 else None) or (torch.float16 if s.fp16 else None)
+    dtype = half or s.params_dtype or torch.float32  # of q: parameters may have another one yet
     shard = shard_of(q_shape, max(1, groups // shards), dims[1], dtype, burst.grad_dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     others = {"device": device, "launches": launches_of(mask, TOKENS), "deterministic": burst.deterministic}
@@ -165,14 +167,6 @@ def with_kernel(
         legal = [kernel.name for kernel in KERNELS.values() if kernel.supports(problem) is None]
         raise ValueError(f"--burst-kernel {burst.kernel}: {reason}; legal here: auto, {', '.join(legal)}")
     return burst
-
-
-def dtype_of_calls(config: Any) -> torch.dtype:
-    """Return the dtype of q: with autocast and wrappers parameters may have another dtype."""
-    s = Settings(config)
-    if s.bf16:
-        return torch.bfloat16
-    return torch.float16 if s.fp16 else s.params_dtype or torch.float32
 
 
 ROUTING = ("ring", "head_parallel", "head_placement")
@@ -221,50 +215,32 @@ def configured(
     return replace(burst, head_parallel=inner, head_placement="inner")
 
 
-def layers_comm_types(config: Any) -> list[str | None]:
-    """Return --cp-comm-type: one for all layers, or one a layer."""
-    types = getattr(config, "cp_comm_type", None)
-    return list(types) if isinstance(types, list | tuple) and types else [types or None]
-
-
 def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
     """Return `burst` with a kernel that --attention-backend and --flash-attention-version allow.
-
-    Raises:
-        ValueError: no allowed kernel supports the problem (with the reasons), or `burst` names another.
-    """
-    flags, allowed = _allowed(burst.kernel, config)
-    if not flags or burst.kernel != "auto":
-        return burst
-    refusals = []
-    ranked = [name for name in by_rank(problem.device, problem.launches) if name in allowed]
-    for name in ranked or allowed:
-        reason = KERNELS[name].supports(problem)
-        if reason is None:
-            return replace(burst, kernel=name)
-        refusals.append(f"{name}: {reason}")
-    raise ValueError(f"{flags}: no kernel supports it ({'; '.join(refusals)})")
-
-
-def _allowed(kernel: str, config: Any) -> tuple[str, tuple[str, ...]]:
-    """Return Megatron's flags that choose kernels, or "", and the names of the kernels that they allow.
 
     A version of flash-attn chooses flash-attn, except with --attention-backend fused, as in Megatron.
 
     Raises:
-        ValueError: `kernel`, the option of --burst-kernel, is not allowed.
+        ValueError: no allowed kernel supports the problem (with the reasons), or `burst` names another.
     """
     s = Settings(config)
-    backend, version = s.backend, s.flash_attention_version
-    flags, allowed = [], tuple(KERNELS)
-    if backend in _BACKENDS:
-        flags, allowed = [f"--attention-backend {backend}"], _BACKENDS[backend]
+    flags, allowed, version = [], tuple(KERNELS), s.flash_attention_version
+    if s.backend in _BACKENDS:
+        flags, allowed = [f"--attention-backend {s.backend}"], _BACKENDS[s.backend]
     if version is not None:
         flags.append(f"--flash-attention-version {version}")
-        allowed = allowed if backend == "fused" else (f"flash{version}",)
-    if kernel not in ("auto", *allowed):
-        raise ValueError(f"--burst-kernel {kernel} contradicts {' '.join(flags)}: give one of them")
-    return " ".join(flags), allowed
+        allowed = allowed if s.backend == "fused" else (f"flash{version}",)
+    if burst.kernel not in ("auto", *allowed):
+        raise ValueError(f"--burst-kernel {burst.kernel} contradicts {' '.join(flags)}: give one of them")
+    if not flags or burst.kernel != "auto":
+        return burst
+    ranked = [name for name in by_rank(problem.device, problem.launches) if name in allowed]
+    reasons = {name: KERNELS[name].supports(problem) for name in ranked or allowed}
+    for name, reason in reasons.items():
+        if reason is None:
+            return replace(burst, kernel=name)
+    refusals = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ValueError(f"{' '.join(flags)}: no kernel supports it ({refusals})")
 
 
 def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | None:

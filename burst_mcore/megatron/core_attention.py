@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.candidates import Ranks
@@ -33,11 +33,11 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron import rules
-from burst_mcore.megatron.arguments import from_command_line, packed_of
+from burst_mcore.megatron.arguments import command_line, packed_of
 from burst_mcore.megatron.asked import configured, refuse_dense_mask, softmax_offset, with_kernel
 from burst_mcore.megatron.latent import hand_over_latents
 from burst_mcore.megatron.layouts import (
-    layout_of_packed,
+    made_once,
     refuse_assumed_zigzag,
     refuse_other_layout,
     shard_sequences_alone,
@@ -52,11 +52,11 @@ FULL = (AttnMaskType.no_mask, AttnMaskType.padding)
 PADDING = (AttnMaskType.padding, AttnMaskType.padding_causal)
 """Mask types that need packed sequences, which define the padding."""
 
-_last_checked: tuple[weakref.ref[Tensor], Mask, Topology] | None = None
-"""The last attention mask that was checked to equal a mask, on this rank of a ring."""
+_CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Attention masks that were checked to equal a mask, on this rank of a ring."""
 
 
-class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # Megatron is untyped
+class BurstCoreAttention(Rebindable):
     """Core attention over Megatron's own context-parallel group.
 
     It replaces DotProductAttention or TEDotProductAttention in a layer spec, with their constructor, plus
@@ -123,9 +123,8 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
         burst = configured(self._asked, self.config, cp_comm_type, size)
         if size > 1:
             shard_sequences_alone()
-            refuse_other_layout(burst.layout)
+            refuse_other_layout(burst.layout, packed_of(command_line()))
             refuse_assumed_zigzag(self.config)
-            _refuse_other_packing()
         topology = self._topology_over(group, burst, levels)
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         try:
@@ -172,9 +171,12 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             raise ValueError(f"layer {self.layer_number}: burst attention takes no attention bias")
         kind = self.attn_mask_type if attn_mask_type is None else _legal(attn_mask_type, self.layer_number)
         topology = self._topology_of_call(packed_seq_params)
-        packed = None
-        if packed_seq_params is not None:
-            packed = self._packing(packed_seq_params, query.shape[0] * topology.size, topology.size)
+        packed = self._packing(packed_seq_params, query.shape[0] * topology.size, topology.size)
+        if packed is not None and attention_mask is not None:
+            raise ValueError(
+                f"layer {self.layer_number}: attention_mask must be None with packed sequences, whose "
+                f"cu_seqlens say what is masked"
+            )
         if packed is None and kind in PADDING:
             raise ValueError(
                 f"layer {self.layer_number}: mask type {kind} needs packed sequences (PackedSeqParams of "
@@ -186,12 +188,10 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             refuse_other_layout(self.burst_config.layout)
         mask, config = Mask.causal() if kind in CAUSAL else Mask.full(), self.burst_config
         if attention_mask is not None:
-            self._refuse_other_mask(attention_mask, mask, query.shape[0], topology, packed is not None)
+            check = partial(self._refuse_other_mask, attention_mask, mask, query.shape[0], topology)
+            made_once(_CHECKED, [attention_mask], (mask, topology), check)  # layers get the same tensor
         if packed is not None:
             mask, config = mask & packed.documents, replace(config, layout=packed.layout)
-        layer_mask = mask & self.window
-        if packed_seq_params is not None:
-            layer_mask = mask_of_call(packed_seq_params, layer_mask, self.window)
         q, k, v = (_batch_first(x, packed is not None) for x in (query, key, value))
         # Only in checkpoints: under torch.compile a layer's name would compile each layer separately.
         with of_layer(f"layer {self.layer_number}") if entered.in_checkpoint else contextlib.nullcontext():
@@ -199,7 +199,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
                 q,
                 **self._keys(k, v),
                 topology=topology,
-                mask=layer_mask,
+                mask=mask_of_call(packed_seq_params, mask & self.window, self.window),
                 config=config,
                 softmax_scale=self.softmax_scale,
                 sinks=self.softmax_offset,
@@ -265,7 +265,7 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
 
     def _packing(self, params: Any, n: int, size: int) -> Packing | None:
         try:
-            return packing(params, n, size, self.burst_config.layout)
+            return None if params is None else packing(params, n, size, self.burst_config.layout)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_number}: {error}") from error
 
@@ -293,19 +293,8 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
             self._topologies[group] = replace(topology, rates=self._rates)
         return self._topologies[group]
 
-    def _refuse_other_mask(
-        self, attention_mask: Tensor, mask: Mask, rows: int, topology: Topology, is_packed: bool
-    ) -> None:
-        """Raise ValueError unless Megatron's mask equals `mask`; checked once for all layers."""
-        global _last_checked
-        if is_packed:
-            raise ValueError(
-                f"layer {self.layer_number}: attention_mask must be None with packed sequences, whose "
-                f"cu_seqlens say what is masked"
-            )
-        checked = None if _last_checked is None else (_last_checked[0](), *_last_checked[1:])
-        if checked is not None and checked[0] is attention_mask and checked[1:] == (mask, topology):
-            return  # the layers of a model get the same tensor
+    def _refuse_other_mask(self, attention_mask: Tensor, mask: Mask, rows: int, topology: Topology) -> None:
+        """Raise ValueError unless Megatron's mask equals `mask`."""
         n = rows * topology.size
         if self.training:  # in generation Megatron always makes the mask of a prompt
             refuse_dense_mask(f"layer {self.layer_number}: attention_mask", n)
@@ -321,17 +310,6 @@ class BurstCoreAttention(Rebindable, MegatronModule):  # type: ignore[misc]  # M
                 f"layer {self.layer_number}: attention_mask is not {mask}: masks of documents "
                 f"(--reset-attention-mask) and padding must come as packed sequences (PackedSeqParams)"
             )
-        _last_checked = weakref.ref(attention_mask), mask, topology
-
-
-def _refuse_other_packing() -> None:
-    """Raise ValueError if the command line packs documents that end at any token, without `use_layout`."""
-    if from_command_line(packed_of, "documents") == "whole" and layout_of_packed() is None:
-        raise ValueError(
-            "--dataloader-inter-document-masking packs documents that end at any token: call "
-            "burst_mcore.megatron.layouts.use_layout(layout, packed='whole') before the model is built (the "
-            "launcher and the patches do)"
-        )
 
 
 def _batch_first(x: Tensor, is_packed: bool) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,18 +52,14 @@ def fuse_loss(model: Any) -> None:
     object.__setattr__(model, "_burst_loss", _FusedLoss(model))  # not a submodule: it refers to the model
 
 
-class _Given(NamedTuple):
-    labels: Tensor
-    loss_mask: Tensor | None
-
-
 class _FusedLoss:
     """The fused loss of one model, which replaces the model's functions for head and loss."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._head = model, model.output_layer
-        self._given: _Given | None = None
-        """The labels of the current forward."""
+        self._labels: Tensor | None = None
+        self._mask: Tensor | None = None
+        """The labels, and their loss mask, of the current forward."""
         self._signature = inspect.signature(type(model).forward)
         self._logits: Callable[..., Any] = model.output_layer.forward
         self._loss: Callable[..., Tensor] = model.compute_language_model_loss
@@ -80,13 +76,14 @@ class _FusedLoss:
             return
         if arguments.get("output_processor") is not None:
             raise ValueError("--burst-fused-loss does not go with an output_processor: it makes no logits")
-        self._given = _Given(labels, mask if mask is not None and mask.shape == labels.shape else None)
+        self._labels = labels
+        self._mask = mask if mask is not None and mask.shape == labels.shape else None
 
     def _after(self, *_: Any) -> None:
-        self._given = None
+        self._labels = self._mask = None
 
     def _forward_head(self, input_: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self._given is None:
+        if self._labels is None:
             return self._logits(input_, weight, *args, **kwargs)
         return UnmadeLogits(input_, weight), None
 
@@ -94,10 +91,9 @@ class _FusedLoss:
         """Return per-token losses [b, s] of labels [b, s]."""
         if not isinstance(logits, UnmadeLogits):
             return self._loss(labels, logits)
-        current, head = self._given, self._head
-        main = current is not None and labels is current.labels
+        main, head = labels is self._labels, self._head
         weight = head.weight if logits.weight is None else logits.weight
-        mask = current.loss_mask if current is not None and main else None
+        mask = self._mask if main else None
         main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
         if getattr(weight, "__fsdp_param__", False):
             main_grad = None  # Megatron-FSDP allocates it in backward

@@ -1,14 +1,12 @@
 """Runs an unmodified Megatron training script with our flags: no fork, no edit.
 
-Six kinds of functions of Megatron are wrapped here, since Megatron has no official hook:
+Four kinds of functions of Megatron are wrapped here, since Megatron has no official hook:
 
 * its argument parser: a script has only one `extra_args_provider`, which it may need itself;
 * its check of the arguments, followed by ours: an error is one line, and exit status 2;
-* the constructors of GPTModel and HybridModel: with the flag their specs pass through
-  `with_burst_attention`; a remaining stock self-attention raises;
-* the constructor of its local attention: without context parallelism there, the error is one line;
-* its builder of models: a model with only stock self-attentions raises; a vision tower beside a language
-  model, or a teacher, keeps its own attention.
+* the constructors of its attention modules: with the flag, core attention becomes ours, as in the patches;
+* the constructors of its core attentions: under context parallelism without the flag, or past the flag,
+  the error says what to do.
 
 They can go when Megatron registers attention backends by name. The patches for other layouts than zigzag
 are in `layouts`.
@@ -17,14 +15,15 @@ are in `layouts`.
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from burst_mcore.megatron.arguments import add_arguments, burst_asked_for, command_line, uses_burst
+from burst_mcore.megatron.patched.hooks import checkpoint_every_layer, refuse, refuse_lost_flags, use_options
 from burst_mcore.scripts import script_of
-from burst_mcore.wrap import around, while_set
+from burst_mcore.wrap import around, while_set, wrap, wrap_everywhere
 
 USAGE = """usage: python -m burst_mcore.megatron SCRIPT ARGS...
        python -m burst_mcore.megatron -m MODULE ARGS...
@@ -39,8 +38,6 @@ One process for each rank: start it with torchrun, as in
 
 def usage() -> str:
     """Return the usage of the launcher, with all its flags."""
-    from burst_mcore.megatron.arguments import add_arguments
-
     parser = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
     return USAGE.format(flags=parser.format_help().strip())
 
@@ -53,10 +50,7 @@ def launch(command: Sequence[str]) -> None:
     run = script_of(command, "burst_mcore.megatron", usage())
     import torch
 
-    from burst_mcore.megatron.patched.hooks import refuse_lost_flags
-
     refuse_lost_flags(sys.argv[1:])
-
     if not torch.cuda.is_available():
         _run_on_cpu()
     install()
@@ -65,68 +59,39 @@ def launch(command: Sequence[str]) -> None:
 
 def _run_on_cpu() -> None:
     from burst_mcore.megatron import cpu
-    from burst_mcore.megatron.patched.hooks import refuse
 
     os.environ.setdefault("RANK", "0")
     flags = {word.split("=")[0] for word in sys.argv}
-    for flag in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"):
-        if flag in flags:
-            refuse(f"{flag} needs CUDA: on the CPU use --use-distributed-optimizer")
+    for flag in flags & {"--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"}:
+        refuse(f"{flag} needs CUDA: on the CPU use --use-distributed-optimizer")
     cpu.enable_training()
-    sys.argv += _not_given(cpu.CPU_ARGUMENTS, sys.argv)
-
-
-def _not_given(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
-    """Return the `flags`, each with its value, that `argv` does not set."""
-    present = {argument.split("=")[0] for argument in argv}
-    absent: list[str] = []
-    for flag in flags:
-        if flag.startswith("--"):
-            keep = flag not in present
-        absent += [flag] if keep else []
-    return absent
+    sys.argv[1:1] = cpu.CPU_ARGUMENTS  # the last of a flag's values counts: yours
 
 
 def install() -> None:
     """Wrap Megatron's functions, once. Exits with a message if megatron.training cannot be imported."""
     try:
-        from megatron.training import arguments, training
+        from megatron.training import arguments
     except ImportError as error:
         sys.exit(
             f"burst_mcore.megatron: megatron.training cannot be imported ({error}). It comes with "
             f"megatron-core from 0.19 on; before, put a Megatron-LM checkout on PYTHONPATH."
         )
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-    from burst_mcore.megatron.layouts import language_models
-    from burst_mcore.wrap import wrap, wrap_everywhere
+    from burst_mcore.megatron.spec import STOCK
 
     wrap(arguments, "add_megatron_arguments", _with_our_flags)
     wrap_everywhere(arguments, "validate_args", _with_our_checks)
-    wrap(DotProductAttention, "__init__", _naming_our_flag)
-    if not is_patched():
-        wrap_everywhere(training, "get_model", _refusing_stock_attention_alone)
-        for model in language_models():
-            wrap(model, "__init__", _with_burst_specs)
-
-
-def is_patched() -> bool:
-    """Return whether Megatron is patched (folder patches/): its configuration chooses core attention."""
-    from megatron.core.model_parallel_config import ModelParallelConfig
-
-    return hasattr(ModelParallelConfig, "context_parallel_attention_backend")
-
-
-def burst_is_chosen() -> bool:
-    """Return whether the command line chooses burst attention."""
-    from burst_mcore.megatron.arguments import burst_asked_for, from_command_line
-
-    return from_command_line(burst_asked_for, otherwise=False)
+    for attention in (Attention, MultiLatentAttention):
+        wrap(attention, "__init__", _with_burst_attention)
+    for stock in STOCK:
+        if isinstance(stock, type):  # without TransformerEngine one is a mock
+            wrap(stock, "__init__", _naming_our_flag)
 
 
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    from burst_mcore.megatron.arguments import add_arguments
-
     return lambda parser: add_arguments(add_megatron_arguments(parser))
 
 
@@ -138,9 +103,6 @@ def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kw
     """
     from megatron.training import arguments
 
-    from burst_mcore.megatron.arguments import uses_burst
-    from burst_mcore.megatron.patched.hooks import checkpoint_every_layer, use_options
-
     if getattr(args, "burst_recompute", None):
         checkpoint_every_layer(args)
     is_min_version = arguments.is_te_min_version
@@ -151,79 +113,40 @@ def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kw
     return result
 
 
-def _with_burst_specs(init: Callable[..., None]) -> Callable[..., None]:
-    from burst_mcore.megatron.spec import with_burst_attention
+@around
+def _with_burst_attention(
+    init: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Wrap the constructor of an attention module: with the flag, Megatron's core attention becomes ours.
 
-    signature = inspect.signature(init)
+    A vision tower, whose layers are at context parallelism 1 beside a language model, keeps Megatron's.
+    """
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        if burst_is_chosen():
-            bound = signature.bind(*args, **kwargs)
-            for name in ("transformer_layer_spec", "mtp_block_spec", "hybrid_stack_spec", "mamba_stack_spec"):
-                if bound.arguments.get(name) is not None:
-                    bound.arguments[name] = with_burst_attention(bound.arguments[name])
-            args, kwargs = bound.args, bound.kwargs
-        init(*args, **kwargs)
-        if burst_is_chosen() and (stock := _stock_self_attentions([args[0]])):
-            raise ValueError(
-                f"--context-parallel-attention-backend burst was asked for, but {type(args[0]).__name__} "
-                f"keeps {type(stock[0]).__name__}, which its spec builds by a way of its own: put "
-                "burst_mcore.megatron.spec.core_attention_spec() there"
-            )
+    from burst_mcore.megatron.spec import STOCK, with_burst_attention
 
-    return wrapped
+    core = submodules.core_attention
+    kind = core.module if isinstance(core, ModuleSpec) else core
+    is_tower = config.context_parallel_size < getattr(command_line(), "context_parallel_size", 1)
+    if burst_asked_for(command_line()) and not is_tower and kind in STOCK:
+        submodules = with_burst_attention(submodules)
+    init(self, config, submodules, *args, **kwargs)
 
 
 @around
 def _naming_our_flag(init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of Megatron's local attention: its error under CP becomes one line."""
-    from burst_mcore.megatron.patched.hooks import refuse
+    """Wrap the constructor of Megatron's core attentions: errors under context parallelism name our flag."""
+    from burst_mcore.megatron.spec import STOCK
 
+    flag, size = "--context-parallel-attention-backend burst", config.context_parallel_size
+    if size > 1 and burst_asked_for(command_line()):
+        raise ValueError(
+            f"{flag} was asked for, but a module that is none of Megatron's attention builds "
+            f"{type(self).__name__}: put burst_mcore.megatron.spec.core_attention_spec() there"
+        )
     try:
         init(self, config, *args, **kwargs)
     except (AssertionError, ValueError) as error:
-        if config.context_parallel_size == 1 or burst_is_chosen():
+        if size == 1 or not isinstance(self, STOCK[0]):  # TransformerEngine's errors are of other causes
             raise
-        reason = str(error).rstrip("!")
-        refuse(
-            f"--context-parallel-size {config.context_parallel_size}: {reason}: add "
-            "--context-parallel-attention-backend burst"
-        )
-
-
-@around
-def _refusing_stock_attention_alone(get_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap Megatron's builder of models: a model without any burst attention raises."""
-    from burst_mcore.megatron.core_attention import BurstCoreAttention
-
-    models = get_model(*args, **kwargs)
-    parts = models if isinstance(models, list) else [models]
-    if burst_is_chosen() and (stock := _stock_self_attentions(parts)):
-        modules = [module for part in parts for module in part.modules()]
-        reached = any(isinstance(module, BurstCoreAttention) for module in modules)
-        roots = {id(root) for part in parts for root in _unwrapped(part)}
-        inner = (m for m in modules if id(m) not in roots)  # a vision tower is not a root
-        vision = any(base.__name__ == "VisionModule" for m in inner for base in type(m).__mro__)
-        if not reached and not vision:
-            raise ValueError(
-                "--context-parallel-attention-backend burst was asked for, but this model has "
-                f"{type(stock[0]).__name__} alone: the flag supports GPTModel and HybridModel; for others "
-                "put burst_mcore.megatron.spec.core_attention_spec() into the model's spec"
-            )
-    return models
-
-
-def _unwrapped(model: Any) -> Iterator[Any]:
-    """Yield a model, and the models within its wrappers (DDP, Float16Module)."""
-    while model is not None:
-        yield model
-        model = getattr(model, "module", None)
-
-
-def _stock_self_attentions(models: Sequence[Any]) -> list[Any]:
-    """Return Megatron's own core attentions in these models, except cross attention."""
-    from burst_mcore.megatron.spec import STOCK
-
-    stock = tuple(kind for kind in STOCK if isinstance(kind, type))  # without TransformerEngine one is a mock
-    modules = [module for model in models for module in model.modules() if isinstance(module, stock)]
-    return [module for module in modules if getattr(module, "attention_type", "self") == "self"]
+        refuse(f"--context-parallel-size {size}: {str(error).rstrip('!')}: add {flag}")

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -56,8 +54,6 @@ METADATA = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "h
 """Keys of a batch that are not sequences, whatever their shapes."""
 TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 """Keys of a batch that are sequences; pipeline stages have some of these."""
-
-PACKED = ("documents", "whole")
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,8 @@ def use_layout(layout: Layout | str, packed: str = "documents") -> None:
     """
     global _in_effect
     layout = Layout.of(layout)
-    if packed not in PACKED:
-        raise ValueError(f"packed must be one of {', '.join(PACKED)}, got {packed!r}")
+    if packed not in ("documents", "whole"):
+        raise ValueError(f"packed must be one of documents, whole, got {packed!r}")
     if layout.kind == "zigzag-documents":
         raise ValueError(f"layout {layout} is of one packed batch, and Megatron's own there; legal: {NAMES}")
     sharding = Sharding(layout, packed)
@@ -121,14 +117,16 @@ def layout_of_packed() -> Layout | None:
     return _in_effect.layout if _in_effect.packed == "whole" else None
 
 
-def refuse_other_layout(layout: Layout | str) -> None:
-    """Raise ValueError if a core attention's layout differs from that of Megatron's batches."""
-    if layout != _in_effect.layout:
+def refuse_other_layout(layout: Layout | str, packed: str = "documents") -> None:
+    """Raise ValueError unless Megatron's batches are sharded as a core attention and the flags expect."""
+    packed = "whole" if packed == "whole" else _in_effect.packed
+    if layout != _in_effect.layout or packed != _in_effect.packed:
+        whole = ", packed='whole'" * (packed == "whole")
         raise ValueError(
-            f"burst attention expects layout {layout}, but Megatron shards sequences and rotary positions "
-            f"{_in_effect.layout} over the context-parallel group: call "
-            f"burst_mcore.megatron.layouts.use_layout('{layout}') before the model is built (the launcher "
-            f"does for --burst-layout), and give both the same layout"
+            f"burst attention expects {Sharding(Layout.of(layout), packed)}, but Megatron shards sequences "
+            f"and rotary positions by {_in_effect} over the context-parallel group: call "
+            f"burst_mcore.megatron.layouts.use_layout('{layout}'{whole}) before the model is built (the "
+            f"launcher and the patches do), and give both the same layout"
         )
 
 
@@ -222,25 +220,22 @@ def _choosing_positions(
     return _sharded(pos_emb, seq_dim, cp_group)
 
 
-def _choosing_positions_in_documents(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _choosing_positions_in_documents(
+    original: Callable[..., Any], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **how: Any
+) -> Any:
     """Wrap Megatron's rotary embedding of packed tokens: in a whole batch documents may end at any token."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    names = tuple(signature(original).parameters)
-
-    def embedded(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        options = {**dict(zip(names[3:], args, strict=False)), **kwargs}
-        group = options.pop("cp_group", None)
-        if _in_effect.packed == "documents" or group is None or group.size() == 1:
-            return original(t, cu_seqlens, freqs, *args, **kwargs)  # type: ignore[no-any-return]
-        options.pop("max_seqlen", None)
-        tokens = t.shape[0] * group.size()
-        of_batch = len(freqs) == tokens  # else of the longest document
-        at = _positions_in_documents(cu_seqlens, tokens, group, of_batch)
-        at = at.clamp(max=len(freqs) - 1)  # padding at the end may be longer than any document
-        return _apply_rotary_pos_emb_bshd(t[:, None], freqs[at], **options)[:, 0]  # type: ignore[no-any-return]
-
-    return embedded
+    cp_group = how.get("cp_group")
+    if _in_effect.packed == "documents" or cp_group is None or cp_group.size() == 1:
+        return original(t, cu_seqlens, freqs, **how)
+    how = {name: x for name, x in how.items() if name not in ("cp_group", "max_seqlen")}
+    tokens = t.shape[0] * cp_group.size()
+    of_batch = len(freqs) == tokens  # else of the longest document
+    at = _positions_in_documents(cu_seqlens, tokens, cp_group, of_batch)
+    at = at.clamp(max=len(freqs) - 1)  # padding at the end may be longer than any document
+    return _apply_rotary_pos_emb_bshd(t[:, None], freqs[at], **how)[:, 0]
 
 
 _POSITIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -264,15 +259,14 @@ def made_once(
 
 def _positions_in_documents(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> Tensor:
     """Return positions [tokens of this rank], in the batch or in documents, on the device of cu_seqlens."""
-    place = tokens, group.rank(), group.size(), _in_effect.layout, of_batch
-    make = partial(_positions, cu_seqlens, tokens, group, of_batch)
-    return made_once(_POSITIONS, [cu_seqlens], place, make)
+    rank, size, layout = group.rank(), group.size(), _in_effect.layout
 
+    def make() -> Tensor:
+        at = positions(tokens, rank=rank, size=size, layout=layout)
+        at, starts = at.to(cu_seqlens.device), cu_seqlens.to(at.dtype)
+        return at if of_batch else at - starts[torch.searchsorted(starts, at, right=True) - 1]
 
-def _positions(cu_seqlens: Tensor, tokens: int, group: Any, of_batch: bool) -> Tensor:
-    at = positions(tokens, rank=group.rank(), size=group.size(), layout=_in_effect.layout)
-    at, starts = at.to(cu_seqlens.device), cu_seqlens.to(at.dtype)
-    return at if of_batch else at - starts[torch.searchsorted(starts, at, right=True) - 1]
+    return made_once(_POSITIONS, [cu_seqlens], (tokens, rank, size, layout, of_batch), make)
 
 
 def _sharded(x: Tensor, dim: int, group: Any) -> Tensor:
@@ -312,7 +306,9 @@ def _refusing_unknown_models(
 ) -> None:
     """Wrap the constructor of Megatron's modules: with another layout, other models raise."""
     kind, size = type(self), getattr(config, "context_parallel_size", 1)
-    if _in_effect != STOCK and size > 1 and _is_other_model(kind):
+    models = (base for base in kind.__mro__ if base.__module__.startswith("megatron.core.models."))
+    model = next(models, None)
+    if _in_effect != STOCK and size > 1 and model is not None and not _ignores_layouts(model):
         raise ValueError(
             f"{_in_effect} does not go with {kind.__name__}, which may shard its sequences itself: "
             f"{_in_effect.instead()}"
@@ -320,18 +316,8 @@ def _refusing_unknown_models(
     init(self, config, *args, **kwargs)
 
 
-def _is_other_model(kind: type) -> bool:
-    """Return whether a class is, or extends, one of Megatron's models that may assume a layout."""
-    models = (base for base in kind.__mro__ if base.__module__.startswith("megatron.core.models."))
-    model = next(models, None)
-    return model is not None and not _ignores_layouts(model)
-
-
 def _ignores_layouts(kind: type) -> bool:
     """Return whether modules of this class work on any layout; a user's class of the same name may not."""
     package = kind.__module__.split(".")[0]
-    if package == "torch":
-        return True
-    return (
-        package in ("megatron", "transformer_engine", "burst_mcore") and kind.__name__ in WORK_ON_ANY_LAYOUT
-    )
+    ours = package in ("megatron", "transformer_engine", "burst_mcore")
+    return package == "torch" or (ours and kind.__name__ in WORK_ON_ANY_LAYOUT)

@@ -94,7 +94,7 @@ def of_attention(s: Settings) -> Rows:
 
 
 def of_scripts(s: Settings) -> Rows:
-    """Return the settings that Megatron's training scripts do not support, though burst attention does."""
+    """Return the settings of Megatron's training scripts that no layer sees, or that layers support."""
     stages = s.pipeline_model_parallel_size or 1
     is_float, largest = not (s.bf16 or s.fp16), s.qk_clip or s.log_max_attention_logit
     documents = s.dataloader_inter_document_masking
@@ -111,6 +111,8 @@ def of_scripts(s: Settings) -> Rows:
         "no documents to stages in the middle): leave out the virtual stages": (
             documents and s.virtual_pipeline_model_parallel_size
         ),
+        "--experimental-attention-variant dsa attends sparsely in every layer, so burst attention has none: "
+        "drop one of the flags": s.experimental_attention_variant == "dsa",
     }
 
 

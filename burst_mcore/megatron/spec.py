@@ -21,7 +21,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_mcore.config import BurstConfig
 from burst_mcore.megatron import arguments
@@ -43,29 +42,28 @@ def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str
     if burst_config is not None:
         params = {"burst_config": burst_config, "mla_latent": mla_latent or "off"}
         return ModuleSpec(module=BurstCoreAttention, params=params)
-    arguments.from_command_line(use_burst, None)
+    given = arguments.command_line()
+    use_burst(given)
     params = {
-        "burst_config": arguments.from_command_line(arguments.burst_config, BurstConfig()),
-        "rates": arguments.from_command_line(arguments.rates_of, None),
-        "mla_latent": mla_latent or arguments.from_command_line(arguments.mla_latent, "off"),
+        "burst_config": arguments.burst_config(given),
+        "rates": arguments.rates_of(given),
+        "mla_latent": mla_latent or arguments.mla_latent(given),
     }
     return ModuleSpec(module=BurstCoreAttention, params=params)
 
 
-class BurstLocalSpecProvider(LocalSpecProvider):  # type: ignore[misc]  # Megatron is untyped
+class _BurstAttention:
+    def core_attention(self) -> ModuleSpec:
+        """Return the module for core attention."""
+        return core_attention_spec()
+
+
+class BurstLocalSpecProvider(_BurstAttention, LocalSpecProvider):  # type: ignore[misc]  # Megatron is untyped
     """Megatron's local modules with burst attention, for spec builders that take a backend."""
 
-    def core_attention(self) -> ModuleSpec:
-        """Return the module for core attention."""
-        return core_attention_spec()
 
-
-class BurstTESpecProvider(TESpecProvider):  # type: ignore[misc]
+class BurstTESpecProvider(_BurstAttention, TESpecProvider):  # type: ignore[misc]
     """TransformerEngine's modules with burst attention, for spec builders that take a backend."""
-
-    def core_attention(self) -> ModuleSpec:
-        """Return the module for core attention."""
-        return core_attention_spec()
 
 
 def with_burst_attention(
@@ -96,14 +94,14 @@ def _replaced(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
 
     keeps: existing burst attention is copied, not replaced.
     """
+    if isinstance(node, FromArguments):
+        return _replaced(node.resolve(), burst, keeps)
     module = node.module if isinstance(node, ModuleSpec) else node
     if any(module is stock for stock in STOCK):
         return burst
     if module is BurstCoreAttention:
         copy = dataclasses.replace(node) if isinstance(node, ModuleSpec) else ModuleSpec(module=module)
         return copy if keeps else burst
-    if isinstance(node, FromArguments):
-        return _replaced(node.resolve(), burst, keeps)
     if isinstance(node, functools.partial):
         parts = (node.func, *node.args), node.keywords
         (func, *args), keywords = replaced = _replaced(parts, burst, keeps)
@@ -154,58 +152,47 @@ def hybrid_stack_spec(
         ValueError: this Megatron-Core has no HybridModel.
     """
     try:
-        from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
+        from megatron.core.models.hybrid import hybrid_layer_specs
     except ImportError as error:
         raise ValueError("HybridModel needs Megatron-Core 0.19 or later") from error
     stock = hybrid_layer_specs.hybrid_stack_spec
     if config.transformer_impl == "local":
-        stack = hybrid_block.HybridStackSubmodules
-        kinds = [field.name for field in dataclasses.fields(stack) if field.name.endswith("_layer")]
-        others = dict.fromkeys(kinds, _NotLocal)  # Megatron's default is an identity
-        mtp = _with_local_modules(stock.submodules.mtp_block_spec)
-        layers = stack(**{**others, **_local_layers(config)}, mtp_block_spec=mtp)
-        stock = ModuleSpec(module=hybrid_block.HybridStack, submodules=layers)
+        stock = _changed(stock, **_local_layers(config, stock.submodules))
     return with_burst_attention(stock, burst_config, mla_latent)
 
 
-def _local_layers(config: TransformerConfig) -> dict[str, ModuleSpec]:
+def _local_layers(config: TransformerConfig, stock: Any) -> dict[str, Any]:
     """Return the layers of a hybrid stack with local modules and Megatron's own attention."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
-
     build = gpt_layer_specs.get_gpt_layer_local_spec
     options = {**_asked_of(config, build), "num_experts": None, "multi_latent_attention": False}
     plain = build(**options).submodules
     norm = plain.input_layernorm
-    attends = {"input_layernorm": norm, "self_attn_bda": plain.self_attn_bda}
-    feeds = {"pre_mlp_layernorm": norm, "mlp_bda": plain.mlp_bda}
-
-    def layer(module: type, **submodules: Any) -> ModuleSpec:
-        return ModuleSpec(module=module, submodules=type(plain)(**submodules))
-
-    delta = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=norm, out_proj=RowParallelLinear)
-    delta_net = ModuleSpec(module=GatedDeltaNet, submodules=delta)
+    linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    delta_net = _changed(stock.gdn_layer.submodules.self_attention, out_norm=norm, **linear)
+    (mtp,) = stock.mtp_block_spec.submodules.layer_specs
+    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
+    mtp = _changed(mtp, eh_proj=ColumnParallelLinear, **norms)
+    kinds = [field.name for field in dataclasses.fields(stock) if field.name.endswith("_layer")]
+    attention, attends = plain.self_attention, {"input_layernorm": norm}
     layers = {
-        "attention_layer": layer(TransformerLayer, self_attention=plain.self_attention, **attends),
-        "gdn_layer": layer(TransformerLayer, self_attention=delta_net, **attends),
-        "mlp_layer": layer(MLPLayer, mlp=plain.mlp, **feeds),
+        **dict.fromkeys(kinds, _NotLocal),  # Megatron's default is an identity
+        "attention_layer": _changed(stock.attention_layer, self_attention=attention, **attends),
+        "gdn_layer": _changed(stock.gdn_layer, self_attention=delta_net, **attends),
+        "mlp_layer": _changed(stock.mlp_layer, mlp=plain.mlp, pre_mlp_layernorm=norm),
+        "mtp_block_spec": _changed(stock.mtp_block_spec, layer_specs=[mtp]),
     }
     if config.multi_latent_attention:
-        latent = build(**{**options, "multi_latent_attention": True}).submodules
-        layers["mla_layer"] = layer(TransformerLayer, self_attention=latent.self_attention, **attends)
+        latent = build(**{**options, "multi_latent_attention": True}).submodules.self_attention
+        layers["mla_layer"] = _changed(stock.mla_layer, self_attention=latent, **attends)
     if config.num_moe_experts is not None:
-        experts = build(**{**options, "num_experts": config.num_moe_experts}).submodules
-        layers["moe_layer"] = layer(TransformerLayer, mlp=experts.mlp, **feeds)
+        experts = build(**{**options, "num_experts": config.num_moe_experts}).submodules.mlp
+        layers["moe_layer"] = _changed(stock.moe_layer, mlp=experts, pre_mlp_layernorm=norm)
     return layers
 
 
-def _with_local_modules(block: ModuleSpec) -> ModuleSpec:
-    """Return the spec of multi-token prediction with local modules instead of TransformerEngine's."""
-    replace = dataclasses.replace
-    (layer,) = block.submodules.layer_specs
-    norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
-    layer = replace(layer, submodules=replace(layer.submodules, eh_proj=ColumnParallelLinear, **norms))
-    return replace(block, submodules=replace(block.submodules, layer_specs=[layer]))
+def _changed(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    """Return a copy of `spec` with other submodules of these names."""
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
 
 
 class _NotLocal:
@@ -219,52 +206,45 @@ class _NotLocal:
 
 
 class FromArguments(ModuleSpec):  # type: ignore[misc]
-    """A lazy spec, resolved from Megatron's command line when its submodules are read.
+    """A lazy spec, resolved from Megatron's command line when it is read.
 
     `--spec` names an object of a module, but its content depends on the other arguments, which are parsed
     only later.
     """
 
-    def __init__(self, module: type, resolve: Callable[[TransformerConfig], ModuleSpec]) -> None:
-        self.module = module
+    def __init__(self, resolve: Callable[[TransformerConfig], ModuleSpec]) -> None:
         self.params: dict[str, Any] = {}
         self.metainfo: dict[str, Any] = {}
         self._resolve = resolve
 
     def resolve(self) -> ModuleSpec:
         """Return the spec for the current arguments."""
+        given = arguments.command_line()
+        if not vars(given):
+            raise RuntimeError("this spec follows Megatron's arguments, which it has not parsed yet")
         from megatron.training.arguments import core_transformer_config_from_args
 
-        return self._resolve(core_transformer_config_from_args(arguments.megatron_arguments()))
+        return self._resolve(core_transformer_config_from_args(given))
 
     def __call__(self, args: Any, config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
         """Return the spec for `config`: slime calls the object of `--spec`, if it is callable."""
         return self._resolve(config)
 
     @property
+    def module(self) -> Any:
+        """The module of the resolved spec."""
+        return self.resolve().module
+
+    @property
     def submodules(self) -> Any:
         """The submodules of the resolved spec."""
         return self.resolve().submodules
 
-    @submodules.setter
-    def submodules(self, value: Any) -> None:
-        raise AttributeError("the submodules of this spec follow Megatron's arguments")
 
-
-burst_layer_spec = FromArguments(TransformerLayer, layer_spec)
+burst_layer_spec = FromArguments(layer_spec)
 """`--spec burst_mcore.megatron.spec burst_layer_spec`: a GPT layer."""
-
-
-def _hybrid() -> ModuleSpec | None:
-    try:
-        from megatron.core.models.hybrid.hybrid_block import HybridStack
-    except ImportError:  # before 0.19
-        return None
-    return FromArguments(HybridStack, hybrid_stack_spec)
-
-
-burst_hybrid_stack_spec = _hybrid()
-"""`--spec burst_mcore.megatron.spec burst_hybrid_stack_spec`: a HybridModel's stack, None before 0.19."""
+burst_hybrid_stack_spec = FromArguments(hybrid_stack_spec)
+"""`--spec burst_mcore.megatron.spec burst_hybrid_stack_spec`: a HybridModel's stack, from 0.19 on."""
 
 
 def _asked_of(config: TransformerConfig, builder: Any) -> dict[str, Any]:

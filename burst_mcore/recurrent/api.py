@@ -14,7 +14,7 @@ from burst_mcore.recurrent.runs import Runs
 from burst_mcore.recurrent.sequence import Shards, behind_exchange
 
 
-def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards, way: str = "states") -> Tensor:
+def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     """Return the outputs of this rank's tokens: equal to the kernel's over each whole document from zero.
 
     Every rank of the topology calls it with its shard. Only ranks that share a document exchange states. An
@@ -24,7 +24,6 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards, way: str = 
         kernel: the recurrence.
         tensors: of this rank's tokens, along the dim of the kernel, in the order of the shard.
         shards: the sequence.
-        way: "states", the only option.
 
     Raises:
         ValueError: the tensors do not hold this rank's tokens; the layout separates neighbouring tokens, so
@@ -33,11 +32,6 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards, way: str = 
     """
     agreement = shards.agreement(shards.scan)
     with refusing(agreement):
-        if way != "states":
-            raise ValueError(
-                f"recurrences pass states between ranks, got way={way!r}: leave way out, and choose a layout "
-                f"that keeps neighbouring tokens together (zigzag, contiguous, block-striped)"
-            )
         _check(tensors, kernel.dim, shards, kernel.name)
         runs = Runs(kernel, tensors, shards)
     with torch.autocast(runs.like.device.type, enabled=False):  # states stay in float32

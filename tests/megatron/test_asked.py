@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import VERSION, Case, in_megatron, megatron_on, transformer_config
+from models import VERSION, Case, build, in_megatron, megatron_on, needs_019, transformer_config
 from test_core_attention import _core
 
 from burst_mcore import BurstConfig
@@ -322,6 +322,7 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
             {**PACKED, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
             "inter-document-masking does not go with interleaved pipelines .*Megatron's scripts",
         ),
+        (BURST, {"experimental_attention_variant": "dsa"}, "dsa attends sparsely in every layer"),
         ([], {"spec": ["burst_mcore.megatron.spec"], "attention_dropout": 0.1}, "attention dropout 0.1"),
         ([*BURST, "--burst-recompute", "segment"], {}, "--burst-recompute-keep F go together"),
     ],
@@ -332,20 +333,22 @@ def test_what_follows_from_arguments_is_refused_with_them(words, others, said):
     assert "\n" not in str(refused.value)
 
 
-class VisionModule(torch.nn.Module):
-    """As Megatron's, by name."""
+@needs_019
+@megatron_on(2)
+def test_the_flag_reaches_every_attention_but_that_of_a_tower():
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-
-def test_a_model_that_burst_attention_has_not_reached_is_refused(monkeypatch):
     from burst_mcore.megatron import launcher
 
-    monkeypatch.setattr(launcher, "burst_is_chosen", lambda: True)
-    monkeypatch.setattr(launcher, "_stock_self_attentions", lambda models: [torch.nn.Identity()])
-    for model in (torch.nn.Linear(1, 1), VisionModule()):
-        with pytest.raises(ValueError, match="this model has Identity alone"):
-            launcher._refusing_stock_attention_alone(lambda model=model: [model])()
-    beside_a_gpt = [torch.nn.Sequential(VisionModule())]
-    assert launcher._refusing_stock_attention_alone(lambda: beside_a_gpt)() == beside_a_gpt
+    flags = Namespace(context_parallel_size=2, context_parallel_attention_backend="burst")
+    launcher.command_line = lambda: flags
+    launcher.install()
+    for size, core in ((2, "BurstCoreAttention"), (1, "DotProductAttention")):
+        model = build(Case(attention="default", cp=size))
+        cores = [m for name, m in model.named_modules() if name.endswith("core_attention")]
+        assert [type(m).__name__ for m in cores] == [core] * 2
+    with pytest.raises(ValueError, match="none of Megatron's attention builds DotProductAttention: put"):
+        _attention(DotProductAttention, transformer_config(Case(cp=2)), 1)
 
 
 def test_legal_arguments_pass():

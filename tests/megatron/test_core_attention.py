@@ -267,10 +267,8 @@ def test_documents_at_any_token_need_the_layout_of_whole_batches():
     arguments, of_sft = SimpleNamespace(**masking, sft=False), SimpleNamespace(**masking, sft=True)
     assert (packed_of(arguments), packed_of(of_sft)) == ("whole", "documents")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "burst_mcore.megatron.core_attention.from_command_line", lambda read, _: read(arguments)
-        )
-        with pytest.raises(ValueError, match=r"use_layout\(layout, packed='whole'\)"):
+        patch.setattr("burst_mcore.megatron.core_attention.command_line", lambda: arguments)
+        with pytest.raises(ValueError, match=r"use_layout\('zigzag', packed='whole'\)"):
             _core(transformer_config(Case(cp=2)))
         use_layout("zigzag", packed="whole")
         q = torch.randn(8, 4, 16)
@@ -346,7 +344,7 @@ def test_the_spec_can_be_called_as_a_function_that_makes_specs():
     assert attention.core_attention.module is BurstCoreAttention
     assert attention.q_layernorm.__name__ != "IdentityOp"  # by this config, not by Megatron's arguments
     if VERSION >= (0, 19):  # megatron.training is not in the wheels before
-        with pytest.raises(RuntimeError, match="has not parsed its arguments"):
+        with pytest.raises(RuntimeError, match="which it has not parsed yet"):
             _ = burst_layer_spec.submodules
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import VERSION, Case, N, build, needs_019, packed_seq_params, start_megatron
-from models import transformer_config as transformer_config_of
 from ranks import on_ranks, processes
 
 from burst_mcore import Layout, positions, shard, unshard
@@ -81,37 +80,3 @@ def test_documents_of_a_batch_are_sharded_where_transformer_engine_is_missing(ra
     assert batch["tokens"][0].tolist() == positions(24, rank=rank, size=size, layout=layout).tolist()
     assert torch.equal(batch["labels"], batch["tokens"] + 1)
     assert batch["tokens"][0, :4].tolist() == ([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
-
-
-@needs_019
-@on_ranks(2)
-def test_a_cpu_stands_in_for_what_branch_dev_asks_of_a_gpu(rank, size):
-    """Put what branch dev asks of TransformerEngine and of devices where that branch has it, by name."""
-    from megatron.core import parallel_state
-    from megatron.core.extensions import transformer_engine
-    from megatron.core.transformer import transformer_config
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    def gathers(config):
-        if config.cp_comm_type != "all_gather":
-            raise ValueError("fallback_to_eager_attn only supports all_gather communication type")
-        post_init(config)
-
-    post_init, TransformerConfig.__post_init__ = TransformerConfig.__post_init__, gathers
-    DotProductAttention.__init__ = lambda self, config, cp_comm_type=None: None
-    transformer_engine.get_thd_partitioned_indices = None
-    cpu.enable()
-    ends, layout = [0, 8, 20], Layout("zigzag-documents", ends=(0, 8, 20, 24))
-    mine = transformer_engine.get_thd_partitioned_indices(torch.tensor(ends), 24, size, rank)
-    assert torch.equal(mine, positions(24, rank=rank, size=size, layout=layout))
-    versions = [transformer_config.is_te_min_version(word) for word in ("2.8.0", "2.9.0", "2.10.0")]
-    assert versions == [False, True, False]
-    parallel_state.initialize_model_parallel(context_parallel_size=size)
-    group = parallel_state.get_context_parallel_group()
-    dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
-    config = transformer_config_of(Case(cp=size, fields=(("cp_comm_type", "p2p"),)))
-    assert config.cp_comm_type == "p2p"
-    DotProductAttention(config, cp_comm_type="all_gather")
-    with pytest.raises(ValueError, match="local attention has --cp-comm-type all_gather, not p2p"):
-        DotProductAttention(config, cp_comm_type="p2p")

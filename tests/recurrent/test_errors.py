@@ -58,12 +58,12 @@ def batch(seed, rank, size, n=N):
     return x, tuple(rows(each, rank, size).requires_grad_() for each in x)
 
 
-def step(kernel, seed, shards, cut=0, way="states"):
+def step(kernel, seed, shards, cut=0):
     """Whether the outputs of a batch are right, or the error."""
     rank, size = shards.topology.rank, shards.topology.size
     x, own = batch(seed, rank, size, shards.tokens)
     try:
-        out = recurrence(kernel, tuple(y[:, cut:] for y in own), shards, way)
+        out = recurrence(kernel, tuple(y[:, cut:] for y in own), shards)
     except (RuntimeError, ValueError) as problem:
         return f"{type(problem).__name__}: {problem}"
     whole, *_ = alone(lambda y: RULE.run(y, None)[0], x, x[2], shards.ends or (0, shards.tokens))
@@ -94,7 +94,7 @@ def of_one_rank(kind, here, shards):
         return replace(RULE, state_shape=lambda x: RULE.state_shape(first(x))), shards, fault
     if kind == "documents":
         return RULE, replace(shards, ends=(0, 20)), fault
-    return RULE, shards, {"tokens": {"cut": 1}, "way": {"way": "heads"}}[kind]
+    return RULE, shards, {"cut": 1}
 
 
 WORDS = {
@@ -103,7 +103,6 @@ WORDS = {
     "shape": f"OutOfMemoryError: {FULL}",
     "documents": "ValueError: documents must ascend from 0 to the 48 tokens of the sequence, got (0, 20)",
     "tokens": "ValueError: delta rule: layout contiguous shards rank 1 16 of 48 tokens, along dimension 1",
-    "way": "ValueError: recurrences pass states between ranks, got way='heads': leave way out, and choose",
 }
 
 

@@ -11,17 +11,16 @@ The wrappers can go when Megatron has one place for the group.
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.megatron.layouts import forget_rotary_positions, language_models, refuse_unknown_modules
 from burst_mcore.wrap import around, wrap
 
@@ -29,20 +28,13 @@ _of_model: Any = None
 """The context-parallel group of the running language model."""
 
 
-class Rebindable:
-    """A core attention with a rebindable context-parallel group; rebinding is collective over the group."""
+class Rebindable(MegatronModule):  # type: ignore[misc]  # Megatron is untyped
+    """A core attention with a rebindable context-parallel group; rebinding is collective over the group.
 
-    layer_number: int
-    topology: Topology
-    cp_comm_type: str | None
-    is_alone = False
-    """Whether the configured context-parallel size is 1 though the group is larger (vision towers)."""
-    _cp_group: Any = None
-    _pg_collection: Any = None
-
-    @abstractmethod
-    def use_group(self, group: Any, cp_comm_type: str | None, levels: Any = None) -> None:
-        """Attend over `group`; None: this rank alone. levels: the hierarchical groups, if any."""
+    `use_group(group, cp_comm_type, levels=None)` of the subclass attends over a group, None for this rank
+    alone; levels are the hierarchical groups, if any. `is_alone` is whether the configured context-parallel
+    size is 1 though the group is larger (vision towers).
+    """
 
     @property
     def cp_group(self) -> Any:
@@ -127,11 +119,10 @@ def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
             f"layer {core.layer_number}: burst attention does not generate with a cache under context "
             f"parallelism: generate at --context-parallel-size 1"
         )
-    if group is None:
+    is_tower = group is not None and core.is_alone and core.cp_group is None and group.size() > 1
+    if group is None or (is_tower and _of_model is None):
         return forward(self, *args, **kwargs)
-    if core.is_alone and core.cp_group is None and group.size() > 1:
-        if _of_model is None:
-            return forward(self, *args, **kwargs)
+    if is_tower:
         raise ValueError(
             f"layer {core.layer_number}: the model's context_parallel_size is 1, but its context-parallel "
             f"process group has {group.size()} ranks"
@@ -157,9 +148,7 @@ def _of_its_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         refuse_unknown_modules(self, group.size())
     _of_model = group
     try:
-        if not is_new:
-            return forward(self, *args, **kwargs)
-        with _going_by(self, group):
+        with _going_by(self, group) if is_new else nullcontext():
             return forward(self, *args, **kwargs)
     finally:
         _of_model = outer

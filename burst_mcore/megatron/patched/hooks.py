@@ -18,13 +18,11 @@ EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "
 """Megatron's arguments that checkpoint every layer."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import `with_burst_attention` lazily: its module imports Megatron's layers."""
-    if name != "with_burst_attention":
-        raise AttributeError(name)
-    from burst_mcore.megatron.spec import with_burst_attention
+def with_burst_attention(submodules: Any) -> Any:
+    """Return a copy of the submodules of an attention module, with burst attention."""
+    from burst_mcore.megatron import spec  # it imports Megatron's layers
 
-    return with_burst_attention
+    return spec.with_burst_attention(submodules)
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -66,9 +64,7 @@ def use_options(arguments: argparse.Namespace) -> None:
     if policy != Full():  # else keep Megatron's, or the policy of a script's own use_recompute
         use_recompute(policy)
     if getattr(arguments, "burst_fused_loss", False):
-        for model in language_models():
-            wrap(model, "__init__", _fused)
-        wrap(LanguageModule, "__init__", _supported_alone)
+        wrap(LanguageModule, "setup_embeddings_and_output_layer", _fused)
 
 
 @around
@@ -86,18 +82,12 @@ def _of_local_modules(
 
 
 @around
-def _fused(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of a language model: its loss is fused."""
-    init(self, *args, **kwargs)
-    fuse_losses([self])
-
-
-@around
-def _supported_alone(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the constructor of all language models: a class without a fused loss raises."""
+def _fused(set_up: Callable[..., None], self: Any) -> None:
+    """Wrap the end of a language model's constructor: its loss is fused, or it raises as not supported."""
     if not _fuses(self):
         raise ValueError(f"--burst-fused-loss supports GPTModel and HybridModel, not {type(self).__name__}")
-    init(self, *args, **kwargs)
+    set_up(self)
+    fuse_losses([self])
 
 
 def _fuses(module: Any) -> bool:

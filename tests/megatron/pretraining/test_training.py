@@ -227,12 +227,12 @@ def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path, monke
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").write_text("")
-    (package / "names.py").write_text("from megatron.training.training import get_model\n")
+    (package / "names.py").write_text("from megatron.training.arguments import validate_args\n")
     (package / "train.py").write_text(
-        "import megatron.training.training, runpy\n"
+        "import megatron.training.arguments, runpy\n"
         "from . import names\n"
-        "assert names.get_model is megatron.training.training.get_model\n"
-        "assert names.get_model._burst_makers\n"
+        "assert names.validate_args is megatron.training.arguments.validate_args\n"
+        "assert names.validate_args._burst_makers\n"
         "runpy.run_module('train_bytes_gpt', run_name='__main__')\n"
     )
     arguments = [*MODEL, *data, "--train-iters", "4", "--log-interval", "1", *BURST]
