@@ -1,9 +1,9 @@
 """Numbered calls of one ring: all ranks make the same, in the same order, or every rank gets an error.
 
-At the start of a call ranks exchange 40 bytes each, a `Word`: its number, digests of its signature, its rows.
+At the start of a call ranks exchange 32 bytes each, a `Word`: digests of its number and signature, its rows.
 A thread (`watch`) makes the exchanges, one after another. A call waits for its own, or goes ahead and is
 looked at later. Where words differ, signatures follow by the store (`board`), and the error names ranks and
-fields. A rank that refuses its call leaves its error in the store, where waiting ranks look.
+fields. A rank that refuses its call, or fails, leaves its error in the store, where waiting ranks look.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from burst_mcore.agreement.board import Board, text_of
+from burst_mcore.agreement.board import Board
 from burst_mcore.agreement.claims import AHEAD, REFUSES, WAITS, Signature, Word, digest_of_items
 from burst_mcore.agreement.watch import Meeting, Watch
 
@@ -46,8 +46,8 @@ class Agreed(NamedTuple):
     """A call on which the ranks agree, or that goes ahead and will be looked at."""
 
     number: int = 0
-    lengths: list[int] | None = None
-    """The rows of every rank, if they differ."""
+    lengths: tuple[int, ...] = ()
+    """The rows of every rank."""
     label: int = 0
     """The same on all ranks that make this call, and another for nearly every other call."""
 
@@ -76,7 +76,7 @@ class Agreement:
         store = PrefixStore(f"burst_mcore/{group.group_name}", _get_default_store())
         self._board = Board(store, rank, len(ranks))
         self._watch = Watch(group, ranks, self._board, abort)
-        self._calls = self._places = 0
+        self._calls = 0
         self._last: Meeting | None = None
         self._told = False
         """Whether the caller has seen the failure."""
@@ -92,7 +92,6 @@ class Agreement:
         kind: Hashable = None,
         may_go_ahead: bool = False,
         of_call: int = 0,
-        place: int = 0,
     ) -> Agreed:
         """Return once every rank of the ring has come with the same signature, or go ahead at once.
 
@@ -102,31 +101,32 @@ class Agreement:
         Args:
             if_even: fields that must be the same as well, but only if every rank has as many rows.
             of_call: of a backward, the number of its forward, which must be the same, too.
-            place: of `come_to`.
 
         Raises:
             ValueError: signatures differ (names each field and who has what), or a rank refused its call.
             RuntimeError: a rank has gone, or did not come within the group's time-out; an earlier call failed
                 in mid-ring; the agreement is closed.
         """
-        self._begin()
+        self._raise_failure()
+        self._calls += 1
         ahead, fields = may_go_ahead and kind in self._seen, if_even or {}
         with self._present():
-            always, even = [digest_of_items(tuple(x.items())) for x in (signature, fields)]
-            word = Word(AHEAD if ahead else WAITS, self._calls, always, even + of_call, rows)
+            always, alike = [digest_of_items(tuple(x.items())) for x in (signature, fields)]
+            word = Word(AHEAD if ahead else WAITS, always + self._calls, alike + of_call, rows)
             numbers = {"call": str(self._calls), "of call": str(of_call)}
-            meeting = self._post(word, {**numbers, **signature, **fields}, place)
+            meeting = self._post(word, {**numbers, **signature, **fields})
             error = None if ahead else meeting.lengths.exception()
         if error is not None:
-            self._told |= error is self._watch.failure
+            self._told = self._watch.failure is not None
             # A copy: the error that is kept here must not keep the frames, and tensors, of the caller.
             raise copy(error)
-        lengths = None if ahead else meeting.lengths.result()
-        if kind is not None and lengths is None:
+        even = (rows,) * self._board.size
+        lengths = even if ahead else meeting.lengths.result()
+        if kind is not None and lengths == even:
             self._seen[kind] = True
         if ahead and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        return Agreed(self._calls, lengths, hash(word[1:4]))
+        return Agreed(self._calls, lengths, hash(word[1:3]))
 
     def come_to(self, place: str) -> None:
         """Return once every rank of the ring has come to the same place of its program.
@@ -138,21 +138,19 @@ class Agreement:
             RuntimeError: as `meet`, naming absent ranks and their last places; within seconds if one waits
                 for this rank, in a collective of other code.
         """
-        self._places += 1
-        self._board.leave(f"place/{self._board.rank}", self._places, place)
+        call, board = self._calls + 1, self._board
+        board.leave(f"place/{board.rank}", [call, place])
         try:
-            self.meet({"at": place}, place=self._places)
+            self.meet({"at": place})
         except RuntimeError as error:
-            absent = self._board.absent(self._places)
+            absent = board.absent(call)
             waits = f", and waits for {absent}" if absent else ""
-            raise RuntimeError(
-                f"rank {self._board.rank} of the sequence is at {place}{waits}: {error}"
-            ) from error
+            raise RuntimeError(f"rank {board.rank} of the sequence is at {place}{waits}: {error}") from error
 
     def least(self, value: float) -> float:
         """Return the least of all ranks' values. In a call that all have agreed to make."""
         (bits,) = struct.unpack("q", struct.pack("d", value))
-        everyones = self.meet({"pass": "least of all"}, rows=bits).lengths or [bits]
+        everyones = self.meet({"pass": "least of all"}, rows=bits).lengths
         return float(min(struct.unpack("d", struct.pack("q", each))[0] for each in everyones))
 
     def settle(self) -> None:
@@ -160,44 +158,39 @@ class Agreement:
         if self._last is not None:
             with self._present():
                 self._last.lengths.exception()
-        self._raise_untold()
+        self._raise_failure()
 
     def refuse(self, error: BaseException) -> None:
         """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
         self._calls += 1
-        self._board.leave_refusal(self._calls, error)
-        self._post(Word(REFUSES, self._calls), {})
+        text = f"rank {self._board.rank} of the ring refused this call: {_text_of(error)}"
+        self._board.leave(f"refusal/{self._calls}", text)
+        self._post(Word(REFUSES), {})
 
     @contextlib.contextmanager
     def ring(self) -> Iterator[None]:
         """Wrap a pass: after one that fails, its messages are still on their way, and no call may follow."""
-        watch = self._watch
-        watch.in_pass = True
+        self._watch.in_pass = True  # for ever, if the ring has failed
+        self._raise_failure()
         try:
             yield
         except BaseException as error:
-            last = self._last
-            if isinstance(error, RuntimeError) and last is not None and last.word.how == AHEAD:
-                with contextlib.suppress(TimeoutError):  # a ring step fails of a disagreement, too
-                    last.lengths.exception(VERDICT_WITHIN.total_seconds())
-            if type(error) is RuntimeError:  # a message was not sent; out of memory is a subclass
-                cause = self._board.failed_pass()
-                if cause is not None:
-                    watch.fail(cause)
-            failure, self._told = watch.failure, True
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                self._hear_why()  # a message was not sent
+            failure, self._told = self._watch.failure, True
             if failure is None:
                 self._fail(error, "failed in mid-ring")
             elif isinstance(error, Exception):  # no interrupt
                 raise copy(failure) from error
             raise
         else:
-            self._raise_untold()  # an abort ends waits on NCCL without an error, and without values
+            self._raise_failure()  # an abort ends waits on NCCL without an error, and without values
         finally:
-            watch.in_pass = False
+            self._watch.in_pass = False
 
     def close(self) -> None:
         """Stop the thread of the exchanges. No call may follow."""
-        self._watch.close()
+        self._watch.close(DESTROYED)
 
     @contextlib.contextmanager
     def _present(self) -> Iterator[None]:
@@ -212,36 +205,38 @@ class Agreement:
 
     def _fail(self, error: BaseException, how: str) -> None:
         """Let no call follow on any rank."""
-        self._watch.fail(RuntimeError(text_of(error)))
-        self._board.leave_failure(error, how)
+        self._watch.fail(RuntimeError(_text_of(error)))
+        text = f"rank {self._board.rank} of the ring {how}: {_text_of(error)}"
+        self._board.leave_failure(RuntimeError(text))
 
-    def _begin(self) -> None:
-        """Number the call. Refuse it if an earlier one failed."""
+    def _hear_why(self) -> None:
+        """Wait for what the thread, or another rank, knows of a ring step that failed."""
+        with contextlib.suppress(TimeoutError):
+            if self._last is not None:  # went ahead, of a disagreement
+                self._last.lengths.exception(VERDICT_WITHIN.total_seconds())
+        with contextlib.suppress(RuntimeError):
+            cause = self._board.failure()
+            if cause is not None:
+                self._watch.fail(cause)
+
+    def _raise_failure(self) -> None:
+        """Raise why no call may follow, if that is so: as it is to a caller who has not seen it."""
         failure = self._watch.failure
-        if self._watch.stopping:
-            raise RuntimeError(DESTROYED)
-        if isinstance(failure, ValueError):  # names ranks and fields; others are told below
-            self._raise_untold()
-        if failure is not None:
-            error = RuntimeError(
+        if failure is not None and self._told:
+            raise RuntimeError(
                 f"an earlier call failed in mid-ring on this rank, or was interrupted, so that messages of "
                 f"it may still be on their way: make the process group anew ({failure})"
             )
-            self.refuse(error)
-            raise error
-        self._calls += 1
-
-    def _raise_untold(self) -> None:
-        """Raise the failure of a call that went ahead, unless the caller has seen it."""
-        failure = self._watch.failure
-        if failure is not None and not self._told:
+        if failure is not None:
             self._told = True
             raise copy(failure)
 
-    def _post(self, word: Word, signature: Signature, place: int = 0) -> Meeting:
-        self._last = Meeting(word, signature, place, Future())
+    def _post(self, word: Word, signature: Signature) -> Meeting:
+        self._last = Meeting(self._calls, word, signature, Future())
         self._watch.meetings.put(self._last)
-        if self._watch.thread.ident is None:
+        if self._watch.failure is not None:
+            self._watch.tell()
+        elif self._watch.thread.ident is None:
             self._watch.start()
         return self._last
 
@@ -255,3 +250,8 @@ def refusing(agreement: Agreement | None) -> Iterator[None]:
         if agreement is not None:
             agreement.refuse(error)
         raise
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error with the name of its class."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""What ranks compare: claims, words on a numbered call, and the text of their differences. Pure functions."""
+"""What ranks compare: claims, words on a numbered call, their exchange, and the text of their differences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from burst_mcore.words import digest
 
@@ -30,12 +33,11 @@ class Claim(NamedTuple):
 
 
 class Word(NamedTuple):
-    """The integers with which a rank comes to a numbered call, 40 bytes."""
+    """The integers with which a rank comes to a numbered call, 32 bytes."""
 
     how: int
-    call: int = 0
     always: int = 0
-    """A digest of the fields that must be the same."""
+    """A digest of the call's number and of the fields that must be the same."""
     if_even: int = 0
     """A digest of the fields that must be the same only if all ranks have as many rows."""
     rows: int = 0
@@ -56,6 +58,36 @@ def alike(numbers: Iterable[int]) -> bool:
     """Return whether claims with these numbers have one signature, and no error."""
     numbers = set(numbers)
     return len(numbers) == 1 and REFUSED not in numbers
+
+
+def integers_of(
+    group: dist.ProcessGroup, mine: Sequence[int], device: torch.device | None = None
+) -> list[list[int]]:
+    """Return the integers of every rank of a group, by rank; all give as many. Collective over the group.
+
+    Args:
+        device: where NCCL finds the integers, by default the current GPU; other backends use the CPU.
+    """
+    nccl = dist.get_backend(group) == "nccl"
+    row = torch.tensor([*mine], dtype=torch.int64, device=(device or "cuda") if nccl else "cpu")
+    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, row, group=group)
+    table: list[list[int]] = torch.stack(rows).tolist()
+    return table
+
+
+def claims_of(groups: Sequence[dist.ProcessGroup], claim: Claim) -> dict[int, Claim]:
+    """Return the claims of all ranks that `groups` join, one group after another, by global rank, ascending.
+
+    With a rank's tensor-parallel group and then its context-parallel group these are all ranks of the grid.
+    Collective over each of the groups.
+    """
+    claims = {dist.get_rank(): claim}
+    for group in groups:
+        everyones: list[dict[int, Claim]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(everyones, claims, group=group)
+        claims = {rank: each for known in everyones for rank, each in known.items()}
+    return dict(sorted(claims.items()))
 
 
 def disagreement(claims: Mapping[int, Claim]) -> str | None:
@@ -84,18 +116,18 @@ def differences(signatures: Mapping[int, Signature]) -> str:
     return "; ".join(texts)
 
 
-def lengths_of(words: Sequence[Word], signatures: Callable[[], Mapping[int, Signature]]) -> list[int] | None:
-    """Return the rows of all ranks, if they differ, of a call that nobody refused.
+def lengths_of(words: Sequence[Word], signatures: Callable[[], Mapping[int, Signature]]) -> tuple[int, ...]:
+    """Return the rows of all ranks, of a call that nobody refused.
 
     Raises ValueError if the ranks make different calls: with all their `signatures`, which are not there yet.
     """
-    rows = [word.rows for word in words]
+    rows = tuple(word.rows for word in words)
     uneven = len(set(rows)) > 1
-    if len({(word.call, word.always, uneven or word.if_even) for word in words}) > 1:
+    if len({(word.always, uneven or word.if_even) for word in words}) > 1:
         raise ValueError(f"the ranks of the ring make different calls: {differences(signatures())}")
     if uneven and AHEAD in {word.how for word in words}:
         raise ValueError(
-            f"the ranks hold {rows} tokens, but a rank went ahead as if all held as many, as in an earlier "
-            f"call: where the length n of sequences changes, give mask & Mask.documents([0, n])"
+            f"the ranks hold {[*rows]} tokens, but a rank went ahead as if all held as many, as in an "
+            f"earlier call: where the length n of sequences changes, give mask & Mask.documents([0, n])"
         )
-    return rows if uneven else None
+    return rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from burst_mcore.agreement import DESTROYED, Agreed, Agreement, refusing
@@ -14,15 +12,6 @@ from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.runtime.executor import GroupTransport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-
-
-class CallRecord(NamedTuple):
-    """The properties of a forward on which the ranks agreed, for its backward."""
-
-    number: int
-    """The number of the call."""
-    lengths: tuple[int, ...]
-    """The tokens of each rank."""
 
 
 def agreement_of(topology: Topology) -> Agreement | None:
@@ -43,8 +32,8 @@ def agree_on_call(
     needs_gradient: bool,
     recompute: Recompute,
     agreement: Agreement | None,
-) -> tuple[Call, Agreed, tuple[int, ...]]:
-    """Return the call that all ranks make, their agreement, and how many tokens each rank holds.
+) -> tuple[Call, Agreed]:
+    """Return the call that all ranks make, and their agreement, which says how many tokens each rank holds.
 
     A call like an earlier one goes ahead on CUDA, and where documents say how long the sequence is. Else only
     the other ranks know whether they hold as many tokens.
@@ -55,7 +44,7 @@ def agree_on_call(
     tokens, size = request.shard.tokens, request.ranks.size
     even = (tokens,) * size
     if agreement is None:
-        return call_of(request, even), Agreed(), even
+        return call_of(request, even), Agreed(lengths=even)
     signature = {**request.signature, "gradient wanted": str(needs_gradient), **recompute.signature}
     problem, kind, may_go_ahead = None, None, False
     with refusing(agreement):
@@ -72,15 +61,14 @@ def agree_on_call(
     agreed = agreement.meet(
         {"pass": "forward", **signature}, if_even, tokens, kind=kind, may_go_ahead=may_go_ahead
     )
-    if agreed.lengths is None:
+    if agreed.lengths == even:
         if problem is not None:
             raise problem
-        return call, agreed, even
-    lengths = tuple(agreed.lengths)
+        return call, agreed
     with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
-        call = call_of(request, lengths)
+        call = call_of(request, agreed.lengths)
     known = agreement.meet({"pass": "forward, lengths known", **signature, **call.signature})
-    return call, agreed._replace(label=known.label), lengths
+    return call, agreed._replace(label=known.label)
 
 
 def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
@@ -98,7 +86,7 @@ def _kind(request: Request, call: Call) -> tuple[object, ...]:
 def agree_on_backward(
     request: Request,
     call: Call,
-    record: CallRecord,
+    forward: Agreed,
     agreement: Agreement | None,
     transport: GroupTransport,
     *,
@@ -116,5 +104,5 @@ def agree_on_backward(
         {**lse, **request.signature, **call.signature},
         kind=("backward", request.shard, request.config, request.scores, call.route, through_lse),
         may_go_ahead=in_autograd and transport.connected((call.direction,)),
-        of_call=record.number,
+        of_call=forward.number,
     )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from burst_mcore.agreement import refusing
-from burst_mcore.attention.agree import CallRecord, agreement_of
+from burst_mcore.agreement import Agreed, refusing
+from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.function import Saved, run_backward, run_forward
 from burst_mcore.attention.replay import NOTHING_KEPT, CallId, compare, entered
 from burst_mcore.attention.request import Options, Tensors, validate
@@ -36,7 +36,7 @@ _NUMBERS = itertools.count()
 _BY_KEY: WeakValueDictionary[str, Keyed] = WeakValueDictionary()
 _OF_GRAPHS: dict[Options, Keyed] = {}
 """The options in graphs, kept for the whole process: no event reports the end of a graph."""
-_KEPT: dict[int, tuple[StorageWeakRef, CallRecord, tuple[Tensor, ...]]] = {}
+_KEPT: dict[int, tuple[StorageWeakRef, Agreed, tuple[Tensor, ...]]] = {}
 """Saved state by the address of a live ticket: the record, and under head x ring q, k, v and lse on the ring.
 The host never reads a ticket's values, since that would synchronize."""
 
@@ -114,7 +114,7 @@ def attention_backward(
         if entry is not None and not entry[0].expired():
             _, record, on_ring = entry
         else:  # a hook has moved the ticket
-            record, on_ring = CallRecord(int(ticket[0]), tuple(ticket[1:].tolist())), ()
+            record, on_ring = Agreed(int(ticket[0]), tuple(ticket[1:].tolist())), ()
             if call_of(request, record.lengths).route.heads > 1:
                 raise RuntimeError(
                     "a hook has moved the saved tensors of a compiled call whose ranks share heads: set "

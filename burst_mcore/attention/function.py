@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Never
 import torch
 from torch import Tensor
 
-from burst_mcore.agreement import Agreement, refusing
-from burst_mcore.attention.agree import CallRecord, agree_on_backward, agree_on_call, agreement_of, passes_of
+from burst_mcore.agreement import Agreed, Agreement, refusing
+from burst_mcore.attention.agree import agree_on_backward, agree_on_call, agreement_of, passes_of
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
@@ -72,7 +72,7 @@ class Results(NamedTuple):
     max_logit: Tensor
     """[H]; empty unless requested."""
     saved: Saved
-    record: CallRecord
+    record: Agreed
     suffix: SavedSuffix | None = None
     """The results of a suffix, which a checkpoint keeps."""
 
@@ -158,8 +158,8 @@ def run_forward(
             refuse_capture("burst_attention")
         if recompute.keep:
             check_keep(recompute.keep)
-    call, agreed, lengths = agree_on_call(request, topology, needs_gradient, recompute, agreement)
-    tokens = lengths[call.rank]
+    call, agreed = agree_on_call(request, topology, needs_gradient, recompute, agreement)
+    tokens = agreed.lengths[call.rank]
     with _in_pass(agreement, tensors.q.device):
         if agreement is not None and recompute.at_most:  # a collective: ranks without free memory join, too
             recompute = replace(recompute, keep=agreement.least(recompute.keep))
@@ -168,7 +168,7 @@ def run_forward(
             transport.connect(pass_)
         transport = transport.labelled(agreed.label) if agreement else transport
         attended = _ring_forward(call, transport, tensors, recompute.suffix, tokens)
-        results = _results(call, tensors, attended, CallRecord(agreed.number, lengths))
+        results = _results(call, tensors, attended, agreed)
         if entered.in_checkpoint and recompute.suffix is None:
             results = results._replace(suffix=_suffix(request, call, attended, results, recompute))
     if agreement is not None and not needs_gradient and not entered.in_checkpoint:
@@ -198,7 +198,7 @@ def _keys(call: Call, k: Tensor, v: Tensor, expansion: Expansion | None) -> Keys
     return Keys(k, v, partial(LatentBlocks, expansion))
 
 
-def _results(call: Call, tensors: Tensors, attended: Attended, record: CallRecord) -> Results:
+def _results(call: Call, tensors: Tensors, attended: Attended, record: Agreed) -> Results:
     """Return the results of this rank's tokens, without padding, and the tensors that backward needs."""
     tokens = record.lengths[call.rank]
     out = _owned(attended.out[:, :tokens] if tokens < call.rows else attended.out)
@@ -231,7 +231,7 @@ def _suffix(
 def run_backward(
     request: Request,
     topology: Topology,
-    record: CallRecord,
+    record: Agreed,
     saved: Saved,
     dout: Tensor | None,
     dlse: Tensor | None,

@@ -7,14 +7,13 @@ the Trainer's `get_tp_size` counts, the Trainer's method itself is called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from burst_mcore.agreement import integers_of
 from burst_mcore.loss import unpatched
@@ -23,6 +22,8 @@ from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
 from burst_mcore.wrap import Replaced, around, while_set
 
 AnyMethod = Callable[..., Any]
+Place = tuple[Any, str, Callable[[Any], Any]]
+"""Where a name is replaced, which name, and what makes of its own value ours."""
 REPLACED = {"sp_size": Replaced(), "cp_size": Replaced()}
 """By setting of Accelerate's ParallelismConfig, what stands for the packages that it asks for."""
 CALLS = {
@@ -32,8 +33,28 @@ CALLS = {
 """The functions that fill `REPLACED`."""
 
 logger = logging.getLogger("burst_mcore")
-_warned: WeakSet[Any] = WeakSet()
-"""Accelerators whose user was told that no sequence is shared."""
+ALONE = "burst_mcore_alone"
+"""The attribute of an Accelerator whose user was told that no sequence is shared."""
+
+
+def replace(setting: str, places: Iterable[Place]) -> None:
+    """Replace names that a setting of Accelerate's has to itself, and those that are the same for all."""
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    common = [
+        (Accelerator, "prepare", with_groups),
+        (Trainer, "get_tp_size", ranks_of_a_batch),
+        (Trainer, "get_sp_size", lambda _: lambda self: 1),
+        (Trainer, "get_cp_size", lambda _: lambda self: 1),
+        (Trainer, "_get_num_items_in_batch", labels_of_batches),
+        (Trainer, "_track_num_input_tokens", inputs_of_whole_sequences),
+        (Trainer, "floating_point_ops", operations_of_a_rank),
+        (Trainer, "compute_loss", loss_of_whole_sequences),
+        (Trainer, "prediction_step", with_logits),
+    ]
+    for place in (*common, *places):
+        REPLACED[setting].replace(*place)
 
 
 @around
@@ -45,11 +66,18 @@ def with_groups(prepare: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any
     """
     called = [setting for setting, replaced in REPLACED.items() if replaced]
     sizes = {setting: getattr(self.parallelism_config, setting, 1) for setting in REPLACED}
-    for setting, size in sizes.items():
-        if size > 1:
-            _refuse_other_groups(self, setting, size, called)
-    if max(sizes.values()) == 1 < self.num_processes and self not in _warned:
-        _warned.add(self)
+    for setting in (setting for setting, size in sizes.items() if size > 1 and setting not in called):
+        (other,) = called
+        raise RefusedError(
+            "configuration",
+            f"{setting}={sizes[setting]} needs {CALLS[setting]}, and {CALLS[other]} was called: call the "
+            f"first, or write {other}={sizes[setting]}",
+        )
+    if sizes["sp_size"] > 1 and self.distributed_type != "DEEPSPEED":  # of FSDP 1 Accelerate says it itself
+        text = "needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a DeepSpeedPlugin"
+        raise RefusedError("configuration", f"sp_size={sizes['sp_size']} {text}")
+    if max(sizes.values()) == 1 < self.num_processes and ALONE not in vars(self):
+        vars(self)[ALONE] = True
         if self.is_main_process:
             logger.warning(
                 f"burst_mcore: no sequence is shared, each of {self.num_processes} processes has its own: "
@@ -59,24 +87,29 @@ def with_groups(prepare: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any
     return prepare(self, *args, **kwargs)
 
 
-def _refuse_other_groups(accelerator: Any, setting: str, size: int, called: list[str]) -> None:
-    """Raise RefusedError if `setting` asks for what was not replaced, or Accelerate uses another engine."""
-    if setting not in called:
-        (other,) = called
-        raise RefusedError(
-            "configuration",
-            f"{setting}={size} needs {CALLS[setting]}, and {CALLS[other]} was called: call the first, or "
-            f"write {other}={size}",
-        )
-    if setting == "sp_size" and accelerator.distributed_type != "DEEPSPEED":
-        raise RefusedError(
-            "configuration",
-            f"sp_size={size} needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a "
-            "DeepSpeedPlugin",
-        )
-    if setting == "cp_size" and accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
-        text = f"cp_size={size} needs FSDP2, and FSDP 1 was asked for: write fsdp_version 2"
-        raise RefusedError("configuration", text)
+@around
+def loss_of_whole_sequences(
+    compute_loss: AnyMethod,
+    self: Any,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """Trainer.compute_loss: the model's loss is the whole sequence's, as where no ranks share one.
+
+    For Ulysses transformers 5.23 gathers the losses of shards, and that gradient is SP times too large.
+    """
+    if sharing(self) == 1:
+        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+    if self.label_smoother is not None:  # it shifts no labels of models that FSDP2 has renamed
+        raise RefusedError("loss", "label_smoothing_factor is not supported: the loss is the model's own")
+    if self.compute_loss_func is not None:  # it takes labels that are not shifted, and logits of the whole
+        inputs = {name: x for name, x in inputs.items() if name != "shift_labels"}
+    if num_items_in_batch is not None and self.model.training:  # without a label: no gradient
+        num_items_in_batch = num_items_in_batch.clamp(min=1)
+    with while_set(self.accelerator.parallelism_config, sp_backend=None):  # by which it knows Ulysses
+        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
 @around
@@ -106,8 +139,17 @@ def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
 
 @around
 def operations_of_a_rank(own: AnyMethod, self: Any, inputs: Any) -> float:
-    """Trainer.floating_point_ops, which the Trainer adds up over all ranks: of a batch each makes a part."""
-    return float(own(self, inputs)) / sharing(self)
+    """Trainer.floating_point_ops, which the Trainer adds up over all ranks: of a batch each makes a part.
+
+    Parameters that ZeRO-3 has sharded are counted too: the Trainer sees none of their entries.
+    """
+    column = self.model.main_input_name
+    if sharing(self) == 1 or column not in inputs:  # GRPO's is a list of prompts
+        return float(own(self, inputs)) / sharing(self)
+    left_out = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+    sharded = (p for p in self.model.parameters() if not p.numel() and id(p) not in left_out)
+    operations = 6 * inputs[column].numel() * sum(p.ds_numel for p in sharded)
+    return float(own(self, inputs) + operations) / sharing(self)
 
 
 @around

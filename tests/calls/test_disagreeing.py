@@ -123,17 +123,20 @@ def test_a_rank_that_refuses_tells_the_others_and_the_ring_goes_on(what, words, 
         assert messages[rank][1] < limits.AT_ONCE
 
 
-@on_ranks(2)
+@on_ranks(3)
 def test_a_rank_that_goes_on_after_a_refusal_never_meets_another_call(rank, size):
-    """Rank 1 refuses its first call and makes its second at once, while rank 0 is still at the first."""
-    topology = Topology.from_group(dist.group.WORLD)
+    """Rank 1 refuses its first call and makes its second at once; rank 2 is late, until rank 0 was told."""
+    topology, store = Topology.from_group(dist.group.WORLD), _get_default_store()
+    if rank == 2:
+        limits.keys(store, "told")
     if rank == 1:
         with pytest.raises(ValueError, match="heads"):
             attend(q=(1, 8, 0, 16), topology=topology)
     else:
         with pytest.raises(ValueError, match="rank 1 of the ring refused this call: ValueError.*heads"):
             attend(topology=topology)
-    assert (attend(topology=topology).shape) == (1, 8, 4, 16)
+        store.set("told", "")
+    assert attend(topology=topology).shape == (1, 8, 4, 16)
 
 
 def _one_goes_while_others_stay(rank, size):

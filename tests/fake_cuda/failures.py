@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from burst_mcore import BurstConfig, Mask, burst_attention
-from burst_mcore.agreement import exchange, watch
+from burst_mcore.agreement import watch
 
 from . import ranks
 from .cases import TOKENS
@@ -94,8 +94,7 @@ def failure(
 def _soon(fails: tuple[int, str, int] | None, timeout: timedelta) -> Iterator[None]:
     """Let ranks look for errors often, a launch of a rank fail, and gloo wait no longer than this."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (exchange, watch):
-            patch.setattr(module, "LOOK_EVERY", SOON)
+        patch.setattr(watch, "LOOK_EVERY", SOON)
         if fails:
             patch.setitem(FAILS, fails[:2], fails[2])
         patch.setitem(TIMEOUT, "gloo", timeout)

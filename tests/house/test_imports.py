@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
-BUDGET = {"burst_mcore": 27384, "burst_plan": 7191, "burst_bench": 6213}
+BUDGET = {"burst_mcore": 26486, "burst_plan": 7178, "burst_bench": 6210}
 """Lines of Python at most. A number changes only with its reason and its figure in decisions.md."""
 FILES = 14
 """Files of a folder at most, besides __init__.py."""
@@ -60,7 +60,6 @@ WITHIN = {
         {"api"},
     ],
     "transformers": [{"errors"}, {"agreement"}, {"data"}, {"models"}, {"prepare"}, {"trainer"}],
-    "deepspeed": [{"config"}, {"ranks"}, {"engine"}, {"accelerate"}],
 }
 """The maps of packages that have folders, in their __init__.py too, lowest first."""
 FRAMEWORKS = {
