@@ -320,20 +320,13 @@ def doctor(
     ] = "here",
     gpu: Gpu = None,
     rates_file: RatesFile = None,
-    reference: Annotated[
-        bool, typer.Option(help="Print the reference page of the section burst_attention, and stop.")
-    ] = False,
 ) -> None:
     """Predict what a configuration of DeepSpeed or Megatron does, whether it fits, what would be faster."""
-    from burst_mcore.deepspeed.config.section import reference as page
     from burst_mcore.rates import Rates
     from burst_plan.doctor.checkup import HERE, Asked, checkup
     from burst_plan.machines import machine
     from burst_plan.words import gpu as described
 
-    if reference:
-        typer.echo(page(), nl=False)
-        return
     try:
         if gpu is not None and device != HERE:
             raise ValueError(f"--gpu and --device {device}: give one of them")

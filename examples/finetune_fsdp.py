@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,7 @@ def train(arguments: argparse.Namespace) -> int:
     fully_shard(model, mesh=both)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.0)
     sampler: Any = DistributedSampler(samples, num_replicas=replicas, rank=mesh.get_local_rank("dp"))
-    collate = partial(collated, pad_token_id=model.config.pad_token_id or 0)
-    loader = cp.loader(DataLoader(samples, batch_size=1, sampler=sampler, collate_fn=collate))
+    loader = cp.loader(DataLoader(samples, batch_size=1, sampler=sampler, collate_fn=collated))
     checkpoint = arguments.out / "checkpoint"
     done = load(checkpoint, model, optimizer)
     if done >= arguments.steps:

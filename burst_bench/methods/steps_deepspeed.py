@@ -25,7 +25,7 @@ def start(case: TrainedCase, world: World) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
     if world.device == "cpu":
-        from burst_mcore.deepspeed.ranks.cpu import prepare_cpu
+        from burst_mcore.deepspeed.cpu import prepare_cpu
 
         prepare_cpu()
     deepspeed.init_distributed("gloo" if world.device == "cpu" else "nccl", verbose=False)
@@ -33,7 +33,7 @@ def start(case: TrainedCase, world: World) -> None:
 
 def _train(section: dict[str, Any], attention: Callable[..., Any] | None, case: TrainedCase) -> Train:
     """Return the step of an engine; attention: instead of ours, in transformers' interface. Collective."""
-    from burst_mcore.deepspeed.engine.initialize import initialize, shard_loader
+    from burst_mcore.deepspeed.initialize import initialize, shard_loader
     from burst_mcore.transformers.prepare import sequence_of
 
     buckets = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")

@@ -1,13 +1,7 @@
 """`python -m burst_mcore.torch SCRIPT ARGS...`, under torchrun and accelerate launch: cp_size takes burst."""
 
 from burst_mcore.scripts import launch
-
-
-def _prepare() -> None:
-    from burst_mcore.torch.accelerate import replace_context_parallel
-
-    replace_context_parallel()
-
+from burst_mcore.torch import replace_context_parallel
 
 if __name__ == "__main__":
-    launch("burst_mcore.torch", _prepare)
+    launch("burst_mcore.torch", replace_context_parallel)

@@ -8,7 +8,7 @@ those of tensor parallelism, which the Trainer knows how to count.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,17 +22,7 @@ from burst_mcore.torch.parallel import options_of, parallelize
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
-from burst_mcore.transformers.trainer import (
-    REPLACED,
-    inputs_of_whole_sequences,
-    labels_of_batches,
-    operations_of_a_rank,
-    ranks_of_a_batch,
-    rows_of_ranks,
-    sharing,
-    with_groups,
-    with_logits,
-)
+from burst_mcore.transformers.trainer import REPLACED, Place, replace, rows_of_ranks, sharing
 from burst_mcore.wrap import around
 
 _replaced = REPLACED["cp_size"]
@@ -58,8 +48,7 @@ def replace_context_parallel(
     """
     options_of(config, loss, checkpointing, towers)
     _options.update(config=config, loss=loss, checkpointing=checkpointing, towers=towers)
-    for place in _places():
-        _replaced.replace(*place)
+    replace("cp_size", _places())
 
 
 def restore_context_parallel() -> None:
@@ -70,26 +59,22 @@ def restore_context_parallel() -> None:
 _options: dict[str, Any] = {}
 
 
-def _places() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Return (where, which name, its own value -> ours)."""
+def _places() -> list[Place]:
+    """Return the names that torch's context parallelism has to itself."""
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 
     return [
-        (Accelerator, "prepare", with_groups),
         (Accelerator, "_prepare_cp", _preparing),
         (Accelerator, "gather_for_metrics", _of_one_rank_each),
         (TrainingArguments, "__post_init__", _with_packing),
         (Trainer, "__init__", _with_references),
-        (Trainer, "_prepare_context_parallel_inputs", _whole_inputs),
-        (Trainer, "_get_num_items_in_batch", labels_of_batches),
-        (Trainer, "get_tp_size", ranks_of_a_batch),
-        (Trainer, "get_cp_size", lambda _: lambda self: 1),
-        (Trainer, "compute_loss", _without_smoothing),
-        (Trainer, "_track_num_input_tokens", inputs_of_whole_sequences),
-        (Trainer, "floating_point_ops", operations_of_a_rank),
+        (
+            Trainer,
+            "_prepare_context_parallel_inputs",
+            lambda _: lambda _, model, inputs: (nullcontext, inputs),
+        ),
         (Trainer, "_prepare_inputs", _without_repeated_rows),
-        (Trainer, "prediction_step", with_logits),
     ]
 
 
@@ -175,18 +160,9 @@ def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: b
     return recursively_apply(leaders, input_data)
 
 
-@around
-def _whole_inputs(own: Any, self: Any, model: Any, inputs: Any) -> Any:
+def _whole_inputs(_: Any, model: Any, inputs: Any) -> Any:
     """Trainer._prepare_context_parallel_inputs: batches stay whole; their model shards them."""
-    return (nullcontext, inputs) if sharing(self, "cp_size") > 1 else own(self, model, inputs)
-
-
-@around
-def _without_smoothing(own: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trainer.compute_loss: FSDP2 renames a model, and the Trainer's smoother then shifts no labels."""
-    if self.label_smoother is not None and sharing(self, "cp_size") > 1:
-        raise RefusedError("loss", "label_smoothing_factor is not supported: the loss is the model's own")
-    return own(self, *args, **kwargs)
+    return nullcontext, inputs
 
 
 @around

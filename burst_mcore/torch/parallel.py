@@ -39,7 +39,6 @@ POLICIES: dict[str, Policy | None] = {
 }
 """Words for recompute; a policy of burst_mcore.checkpointing says more."""
 DIM = "cp"
-NAMED = f'name them, init_device_mesh(..., mesh_dim_names=("dp", "{DIM}")), or give the process group'
 
 
 def parallelize(
@@ -312,17 +311,13 @@ def options_of(config: Any, loss: Any, checkpointing: Any, towers: Any) -> tuple
 def _group_of(mesh: Any) -> dist.ProcessGroup:
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
-    if not isinstance(mesh, DeviceMesh):
-        raise RefusedError("mesh", f'give the dim of a DeviceMesh, mesh["{DIM}"], got {mesh!r}')
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    names = mesh.mesh_dim_names or ()
-    if not names:
-        raise RefusedError("mesh", f"it has {mesh.ndim} dims without names: {NAMED}")
-    if DIM not in names:
-        give = f'give the dim whose ranks share sequences, as mesh["{names[-1]}"]'
-        raise RefusedError("mesh", f"it has the dims {', '.join(names)}, none of them {DIM!r}: {give}")
-    return mesh[DIM].get_group()
+    if isinstance(mesh, DeviceMesh) and (mesh.ndim == 1 or DIM in (mesh.mesh_dim_names or ())):
+        return (mesh if mesh.ndim == 1 else mesh[DIM]).get_group()
+    raise RefusedError(
+        "mesh",
+        f'give the dim of a DeviceMesh whose ranks share sequences, mesh["{DIM}"] of init_device_mesh(..., '
+        f'mesh_dim_names=("dp", "{DIM}")), or their process group, got {mesh!r}',
+    )
 
 
 def _refuse_word(name: str, value: Any, legal: Iterable[str], more: str = "") -> None:

@@ -151,8 +151,7 @@ def _sharding(model: nn.Module, config: BurstConfig, types: str | None) -> dict[
     most = getattr(text, "max_position_embeddings", None)
     if any(map(depends_on_length, model.modules())):
         most = 0  # padding must not make the sequence look longer: its positions start again from 0
-    pad_token_id = getattr(text, "pad_token_id", None) or 0
-    return {"layout": config.layout, "pad_token_id": pad_token_id, "max_positions": most, "types": types}
+    return {"layout": config.layout, "max_positions": most, "types": types}
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from burst_mcore.attention.candidates import Ranks
-from burst_mcore.deepspeed.config.section import config_dict
+from burst_mcore.deepspeed.section import config_dict
 from burst_mcore.rates import Rates, default_rates
 from burst_mcore.transformers.models.supported import use_burst
 from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_megatron

@@ -10,9 +10,8 @@ from typing import Any
 
 from burst_mcore.checkpointing import Full, KeepAttention, Offload, Segment
 from burst_mcore.config import BurstConfig
-from burst_mcore.deepspeed.config.refusals import sequence_parallel_size
-from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
-from burst_mcore.deepspeed.config.settings import part, zero
+from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
+from burst_mcore.deepspeed.settings import part, sequence_parallel_size, zero
 from burst_mcore.megatron.arguments import add_arguments, burst_config, recompute_policy, uses_burst
 from burst_plan.step.memory import shard_of
 from burst_plan.step.model import ArgumentParser, Model

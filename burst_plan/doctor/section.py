@@ -14,9 +14,8 @@ from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
-from burst_mcore.deepspeed.config.refusals import refuse_batch, refuse_config, sequence_parallel_size
-from burst_mcore.deepspeed.config.section import Checkpointing, config_dict, section_of
-from burst_mcore.deepspeed.config.settings import part, zero
+from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
+from burst_mcore.deepspeed.settings import part, refuse_config, sequence_parallel_size, zero
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates, default_rates
@@ -57,7 +56,6 @@ def examine(
     section = section_of(config)
     refuse_config(config)
     size = sequence_parallel_size(config, world)
-    refuse_batch(config, world // size)
     kind = "cuda" if machine is not None or torch.cuda.is_available() else "cpu"
     if rates is None:
         rates = default_rates(kind) if machine is None else machine.rates

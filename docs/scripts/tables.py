@@ -18,8 +18,8 @@ from volume import Share, least, of_columns, of_ring, of_rows
 
 from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
-from burst_mcore.config import SETTINGS
-from burst_mcore.deepspeed.config.section import reference
+from burst_mcore.config import SETTINGS, Setting
+from burst_mcore.deepspeed.section import KEYS, RECOMPUTE
 from burst_mcore.megatron.arguments import flag_of
 from burst_plan.step.figures import TABLE
 from burst_plan.step.memory import total
@@ -67,6 +67,15 @@ def _topology() -> str:
     )
 
 
+def _section() -> str:
+    page, head = (
+        (DOCS / "reference/deepspeed-section.md").read_text(),
+        f"| key | legal | default | meaning |\n{'|---' * 4}|\n",
+    )
+    page = with_rows(page, f"(../frameworks/deepspeed.md).\n\n{head}", _keys(KEYS))
+    return with_rows(page, f'## "checkpointing"\n\n{head}', _keys(RECOMPUTE))
+
+
 def _planner() -> str:
     return with_rows(
         (DOCS / "evidence/planner.md").read_text(),
@@ -104,7 +113,7 @@ WRITERS: dict[str, Callable[[], str]] = {
     "frameworks/megatron-flags.md": _flags_of_megatron,
     "evidence/megatron-tests.md": _versions_of_megatron,
     "features/topology.md": _topology,
-    "reference/deepspeed-section.md": reference,
+    "reference/deepspeed-section.md": _section,
     "evidence/planner.md": _planner,
     "evidence/predictions.md": lambda: summary(PUBLIC),
     "guides/scale.md": lambda: scale(QUICK),
@@ -124,6 +133,12 @@ def with_rows(page: str, before: str, rows: Iterable[str], after: str = "\n") ->
 def _settings() -> Iterable[str]:
     for name, (default, _, meaning) in SETTINGS.items():
         yield f"| `{name}` | {_legal(name)} | `{default}` | {meaning} |"
+
+
+def _keys(keys: Mapping[str, Setting]) -> Iterable[str]:
+    for name, (default, legal, meaning) in keys.items():
+        words = legal if isinstance(legal, str) else ", ".join(f'`"{word}"`' for word in legal)
+        yield f"| `{name}` | {words} | `{json.dumps(default)}` | {meaning} |"
 
 
 def _flags() -> Iterable[str]:

@@ -81,8 +81,8 @@ def test_given_labels_positions_and_others_are_kept_and_sharded():
 
 
 def test_samples_of_any_length_are_padded_on_the_right():
-    batch = collated([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}], 9)
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+    batch = collated([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
     assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert collated([torch.tensor([1, 2])])["input_ids"].tolist() == [[1, 2]]

@@ -160,7 +160,7 @@ def test_replaced_and_restored():
     from accelerate.state import AcceleratorState
     from deepspeed.runtime.sequence_parallel import ulysses_sp
 
-    from burst_mcore.deepspeed.accelerate.model import _read
+    from burst_mcore.deepspeed.model import _read
 
     own = copy.copy(ulysses_sp.UlyssesSPAttentionHF)
     for _ in range(2):

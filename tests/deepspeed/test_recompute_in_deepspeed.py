@@ -14,7 +14,7 @@ from kernel_calls import rows_of_kernel_calls
 from ranks import on_ranks, poison
 
 import burst_mcore.deepspeed as burst
-from burst_mcore.deepspeed.config.section import Checkpointing
+from burst_mcore.deepspeed.section import Checkpointing
 from burst_mcore.transformers.models.checkpointing import attach_checkpointing
 
 TOKENS, LAYERS = 32, 2

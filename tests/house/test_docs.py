@@ -310,7 +310,7 @@ def _raised():
 
     from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
     from burst_mcore.attention.schedule.actions import Pass
-    from burst_mcore.deepspeed.config.section import section_of
+    from burst_mcore.deepspeed.section import section_of
     from burst_mcore.loss import fused_linear_cross_entropy
     from burst_plan.words import mask_of
 

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from burst_mcore.deepspeed.config.section import section_of
+from burst_mcore.deepspeed.section import section_of
 from burst_mcore.megatron.arguments import add_arguments, burst_config
 from burst_plan.cli import app
 from burst_plan.step.advice import deepspeed_config, megatron_flags

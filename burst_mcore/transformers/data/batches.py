@@ -39,8 +39,8 @@ DROPPED = (*READ[5:], WHOLE, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_le
 """Columns that positions and shifted labels replace: no rank gets them."""
 
 
-def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
-    """Return samples of any lengths as one batch, padded on the right.
+def collated(samples: Sequence[Any]) -> dict[str, Any]:
+    """Return samples of any lengths as one batch, padded on the right by 0, on which no result depends.
 
     Args:
         samples: dicts of sequences of numbers (lists, arrays, tensors), or the token ids alone. Columns that
@@ -53,7 +53,7 @@ def collated(samples: Sequence[Any], pad_token_id: int = 0) -> dict[str, Any]:
     rows = [_numbers(sample if isinstance(sample, Mapping) else {"input_ids": sample}) for sample in samples]
     lengths = [len(row["input_ids"]) for row in rows]
     longest = max(lengths)
-    fill = {"input_ids": pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}
+    fill = {"labels": IGNORED, "shift_labels": IGNORED}
     batch: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         if not all(name in row for row in rows):
@@ -97,7 +97,6 @@ def prepared(
     batch: Mapping[str, Any],
     *,
     multiple: int,
-    pad_token_id: int = 0,
     max_positions: int | None = None,
     types: str | None = None,
 ) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def prepared(
     beyond = positions[:, -1:] + torch.arange(1, more + 1)
     if more and (TREE in whole or (max_positions is not None and int(beyond.max()) >= max_positions)):
         beyond = torch.arange(more).expand(len(ids), -1)
-    tokens = {"input_ids": pad(ids, (0, more), value=pad_token_id)} if "input_ids" in batch else {}
+    tokens = {"input_ids": pad(ids, (0, more))} if "input_ids" in batch else {}
     return {
         **tokens,
         "position_ids": torch.cat([positions, beyond], 1),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -49,9 +48,6 @@ class ShardedLoader:
     Raises:
         RefusedError: on all ranks of the group, where a rank's batch is not legal or differs.
     """
-
-    from_caller = False
-    """Whether batches come from the caller of a forward, and not from a loader."""
 
     def __init__(
         self,
@@ -140,14 +136,11 @@ class ShardedLoader:
             dist.all_gather_object(every, batch, group=self.group)
             return every
         if len(set(states)) > 1:
-            if self.from_caller:
-                text = "ranks of a CP group were given different whole batches: seed loaders alike"
-                raise RefusedError("batch", text)
             raise RefusedError(
-                "loader",
-                "the ranks of a CP group loaded different batches. Shard samples over data-parallel "
+                "batch",
+                "ranks of a CP group were given different whole batches. Shard samples over data-parallel "
                 "ranks, DistributedSampler(num_replicas=world // SP, rank=rank // SP), with the same seed "
-                "on all; or, if every rank shall bring its own, pass own=True",
+                "on all; or, if every rank of a loader shall bring its own, pass own=True",
             )
         return [batch]
 
@@ -169,7 +162,6 @@ def shard_of_whole_batch(
     ids = arguments.get("input_ids")
     device = getattr(arguments.get("inputs_embeds") if ids is None else ids, "device", "cpu")
     sharder = ShardedLoader((), group=group, device=device, **sharding)
-    sharder.from_caller = True
     (whole,) = sharder.agreed(lambda: batch)
     return {**{n: x for n, x in arguments.items() if n not in batch}, **sharder._part(whole)}, whole
 
@@ -181,7 +173,6 @@ def loader_for(
     group: dist.ProcessGroup | None,
     collate_fn: Callable | None = None,
     drop_last: bool = False,
-    pad_token_id: int = 0,
     **options: Any,
 ) -> ShardedLoader:
     """Return the loader of a dataset, sharded over data-parallel ranks as DeepSpeed does, or of a DataLoader.
@@ -199,11 +190,10 @@ def loader_for(
         sampler: Any = None
         if not isinstance(data, IterableDataset):
             sampler = DistributedSampler(data, num_replicas=replicas, rank=dist.get_rank() // size)
-        collate = collate_fn or partial(collated, pad_token_id=pad_token_id)
         data = DataLoader(
-            data, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last
+            data, batch_size, sampler=sampler, collate_fn=collate_fn or collated, drop_last=drop_last
         )
-    return ShardedLoader(data, group=group, own=own, pad_token_id=pad_token_id, **options)
+    return ShardedLoader(data, group=group, own=own, **options)
 
 
 def _warn_of_repeated(data: Any, replicas: int) -> None:

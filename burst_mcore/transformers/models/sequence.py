@@ -142,12 +142,9 @@ class SequenceParallel:
     def with_whole_tokens(self, out: Any, local: int, end: int | None = None) -> Any:
         """Return the output of TRL's head with numbers of whole sequences to `end`, not of `local` tokens."""
         out = self.with_whole_loss(out)
-        for name, x in out.items() if self.group is not None else ():
-            if isinstance(x, Tensor) and x.dim() == 2 and x.shape[1] == local:
-                out[name] = self._gathered(x)[:, :end]
-        return out
+        return out if self.group is None else self.with_whole_outputs(out, local, end, None)
 
-    def with_whole_outputs(self, out: Any, local: int, tokens: int, mine: Tensor | None) -> Any:
+    def with_whole_outputs(self, out: Any, local: int, tokens: int | None, mine: Tensor | None) -> Any:
         """Return the output of a shard's forward over `local` tokens as that of the whole sequence.
 
         mine: of `choose`.

@@ -16,9 +16,9 @@ from transformers import masking_utils as hf
 from zoo import TOWER, blocks, model_of, sharded, worst
 
 from burst_mcore import BurstConfig, Topology
-from burst_mcore.deepspeed.config.section import Section
-from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
-from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.deepspeed.initialize import prepare_for_engine
+from burst_mcore.deepspeed.section import Section
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.attention import Sequence, attend, mask_of, running

@@ -21,9 +21,9 @@ from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_M
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from burst_mcore.deepspeed.config.section import KEY, section_of
-from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
-from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.deepspeed.initialize import prepare_for_engine
+from burst_mcore.deepspeed.section import KEY, section_of
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.supported import types_of, use_burst

@@ -80,22 +80,16 @@ def test_a_group_that_is_not_there(rank, size, tmp_path, caplog):
 
 
 def test_another_engine(monkeypatch):
-    """By a stand-in of an Accelerator, which accepts these settings with GPUs alone."""
-    errors = {
-        "cp_size": "cp_size=2 needs FSDP2, and FSDP 1 was asked for: write fsdp_version 2",
-        "sp_size": "sp_size=2 needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a De",
-    }
+    """By a stand-in of an Accelerator, which accepts the setting with GPUs alone."""
     prepare = with_groups(lambda self, *args: args)
-    for setting, error in errors.items():
-        monkeypatch.setitem(REPLACED, setting, True)
-        sizes = SimpleNamespace(**{"sp_size": 1, "cp_size": 1, setting: 2})
-        one = SimpleNamespace(
-            parallelism_config=sizes, num_processes=2, distributed_type="FSDP", is_fsdp2=False
-        )
-        with pytest.raises(RefusedError, match=error):
-            prepare(one, "model")
-        one.is_fsdp2, one.distributed_type = True, "FSDP" if setting == "cp_size" else "DEEPSPEED"
-        assert prepare(one, "model") == ("model",)
+    monkeypatch.setitem(REPLACED, "sp_size", True)
+    sizes = SimpleNamespace(sp_size=2, cp_size=1)
+    one = SimpleNamespace(parallelism_config=sizes, num_processes=2, distributed_type="FSDP")
+    error = "sp_size=2 needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a De"
+    with pytest.raises(RefusedError, match=error):
+        prepare(one, "model")
+    one.distributed_type = "DEEPSPEED"
+    assert prepare(one, "model") == ("model",)
 
 
 @pytest.mark.parametrize("first", ["sp", "cp"])

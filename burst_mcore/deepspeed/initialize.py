@@ -10,17 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.deepspeed.config.refusals import (
-    SIZE,
-    refuse_autos,
-    refuse_batch,
-    refuse_config,
-    refuse_mpu,
-    sequence_parallel_size,
-)
-from burst_mcore.deepspeed.config.section import Section, config_dict, section_of
-from burst_mcore.deepspeed.ranks.cpu import prepare_cpu, without_builds
-from burst_mcore.deepspeed.ranks.groups import take_means, unit_of
+from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
+from burst_mcore.deepspeed.groups import SequenceParallelUnit, take_means, unit_of
+from burst_mcore.deepspeed.section import Section, config_dict, section_of
+from burst_mcore.deepspeed.settings import SIZE, refuse_autos, refuse_config, sequence_parallel_size
 from burst_mcore.loss.whole import whole_mean
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, loader_for
@@ -39,10 +32,7 @@ def initialize(
     config: str | Path | Mapping[str, Any],
     training_data: Any = None,
     *,
-    mpu: Any = None,
     collate_fn: Callable | None = None,
-    pad_token_id: int | None = None,
-    mesh_param: Any = None,
     **options: Any,
 ) -> tuple[Any, Any, ShardedLoader | None, Any]:
     """deepspeed.initialize for long sequences: the same results, and every sequence shared by SP ranks.
@@ -60,9 +50,7 @@ def initialize(
         config: DeepSpeed's JSON, as a path or a dict; it is not changed.
         training_data: a dataset, or a DataLoader, or anything that yields batches: see `loader_for`. With it,
             an optimizer that neither the JSON nor the caller has is `OPTIMIZER`; a warning says so.
-        mpu: CP groups that exist; by default they are made, consecutive ranks sharing a sequence.
         collate_fn: as DataLoader has it; by default samples are padded on the right.
-        pad_token_id: default the model's, or 0.
         options: what deepspeed.initialize takes besides (optimizer, model_parameters, lr_scheduler, ...).
 
     Returns:
@@ -77,11 +65,9 @@ def initialize(
     prepare_cpu()
     deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
     optimized = training_data is None or options.get("optimizer") is not None
-    section, settings, size = on_all_ranks(lambda: _read(config, mesh_param, optimized))
-    refuse_differences("configuration", (section, size, "no mpu" if mpu is None else "an mpu"))
-    if mpu is not None:
-        on_all_ranks(lambda: refuse_mpu(settings, mpu, size))
-    unit = unit_of(size) if mpu is None else mpu
+    section, settings, size = on_all_ranks(lambda: _read(config, options, optimized))
+    refuse_differences("configuration", (section, size))
+    unit = unit_of(size)
     prepare_for_engine(model, section, unit)
     settings[SIZE] = size
     if options.get("optimizer") is None:  # one of the JSON is made for `model_parameters` alone
@@ -91,34 +77,31 @@ def initialize(
     if training_data is None:
         return engine, optimizer, None, scheduler
     options = {"collate_fn": collate_fn, "drop_last": engine.dataloader_drop_last()}
-    loader = shard_loader(training_data, engine, pad_token_id=pad_token_id, **options)
+    loader = shard_loader(training_data, engine, **options)
     return engine, optimizer, loader, scheduler
 
 
-def prepare_for_engine(model: nn.Module, section: Section, unit: Any) -> SequenceParallel:
-    """Prepare a model as `prepare_model` does, for the CP groups of an mpu, `unit`."""
-    group, recompute = unit.get_sequence_parallel_group(), section.checkpointing.recomputed()
-    how: dict[str, Any] = {
-        "config": section.attention,
-        "fused_loss": section.fused_loss,
-        "towers": section.towers,
-    }
-    return prepare_model(model, group=group, recompute=recompute, **how)
+def prepare_for_engine(model: nn.Module, section: Section, unit: SequenceParallelUnit) -> SequenceParallel:
+    """Prepare a model as `prepare_model` does, for the CP groups of `unit`."""
+    return prepare_model(
+        model,
+        group=unit.sequence,
+        config=section.attention,
+        fused_loss=section.fused_loss,
+        recompute=section.checkpointing.recomputed(),
+        towers=section.towers,
+    )
 
 
-def shard_loader(data: Any, engine: Any, *, pad_token_id: int | None = None, **options: Any) -> ShardedLoader:
+def shard_loader(data: Any, engine: Any, **options: Any) -> ShardedLoader:
     """Return a loader for an engine of `initialize`, such as one of evaluation data.
 
     `options` are those of `loader_for`.
     """
     sequence = sequence_of(engine.module)
-    sharding = dict(sequence.sharding)
-    if pad_token_id is not None:
-        sharding["pad_token_id"] = pad_token_id
     size = engine.train_micro_batch_size_per_gpu()
-    return loader_for(
-        data, batch_size=size, group=sequence.group, device=engine.device, **sharding, **options
-    )
+    how = {"group": sequence.group, "device": engine.device, **sequence.sharding}
+    return loader_for(data, batch_size=size, **how, **options)
 
 
 def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tensor:
@@ -146,18 +129,19 @@ def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tens
 
 
 def _read(
-    config: str | Path | Mapping[str, Any], mesh_param: Any, optimized: bool
+    config: str | Path | Mapping[str, Any], options: Mapping[str, Any], optimized: bool
 ) -> tuple[Section, dict[str, Any], int]:
     """Section, DeepSpeed's settings, ranks that share a sequence. optimized: the caller sees to that."""
     refuse_versions()
     settings = config_dict(config)
     section = section_of(settings)
-    refuse_config(settings, mesh_param)
+    for name in (x for x in ("mpu", "mesh_param") if options.get(x) is not None):
+        raise RefusedError(
+            name, "the CP groups are made here: consecutive ranks share a sequence. Leave it out"
+        )
+    refuse_config(settings)
+    refuse_autos(settings)
     if not optimized and "optimizer" not in settings:
         logger.warning("the JSON names no optimizer: %s", OPTIMIZER)
         settings["optimizer"] = OPTIMIZER
-    world = dist.get_world_size()
-    size = sequence_parallel_size(settings, world)
-    refuse_autos(settings)
-    refuse_batch(settings, world // size)
-    return section, without_builds(settings), size
+    return section, without_builds(settings), sequence_parallel_size(settings, dist.get_world_size())

@@ -1,4 +1,4 @@
-"""The section "burst_attention" of DeepSpeed's JSON: its keys, its errors, its reference page."""
+"""The section "burst_attention" of DeepSpeed's JSON: its keys and its errors."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def section_of(config: Mapping[str, Any]) -> Section:
     if problems:
         raise SectionError("; ".join(problems))
     try:
-        checkpointing, fused = Checkpointing(**recompute), written.pop("fused_loss", True)
-        towers = written.pop("towers", "shared")
-        written.pop("checkpointing", None)
+        checkpointing = Checkpointing(**recompute)
         checkpointing.recomputed()
-        return Section(BurstConfig(**written), fused, checkpointing, towers)
+        others = {name: written.pop(name) for name in ("fused_loss", "towers") if name in written}
+        written.pop("checkpointing", None)
+        return Section(BurstConfig(**written), checkpointing=checkpointing, **others)
     except ValueError as error:
         raise SectionError(f'"{KEY}": {error}') from None
 
@@ -173,29 +173,3 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise SectionError(f"config must hold a JSON object, {config} holds {type(settings).__name__}")
     return settings
-
-
-def reference() -> str:
-    """Return the reference page of the section, in Markdown, made from its keys."""
-    lines = [
-        f'# The section "{KEY}"',
-        "",
-        "Made from the schema (`burst-mcore doctor --reference`). Every key is optional; an unknown one is",
-        "an error that lists the legal ones. Its purpose: [deepspeed.md](../frameworks/deepspeed.md).",
-        "",
-        *_table(KEYS),
-        "",
-        '## "checkpointing"',
-        "",
-        *_table(RECOMPUTE),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _table(keys: Mapping[str, Setting]) -> Iterator[str]:
-    yield "| key | legal | default | meaning |"
-    yield "|---|---|---|---|"
-    for name, (default, legal, meaning) in keys.items():
-        words = legal if isinstance(legal, str) else ", ".join(f'`"{word}"`' for word in legal)
-        yield f"| `{name}` | {words} | `{json.dumps(default)}` | {meaning} |"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from burst_mcore.deepspeed.accelerate.loader import shard_for
-from burst_mcore.deepspeed.config.refusals import refuse_config
-from burst_mcore.deepspeed.config.section import Section, section_of
-from burst_mcore.deepspeed.engine.initialize import prepare_for_engine
-from burst_mcore.deepspeed.ranks.cpu import without_builds
-from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.deepspeed.cpu import without_builds
+from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.deepspeed.initialize import prepare_for_engine
+from burst_mcore.deepspeed.loader import shard_for
+from burst_mcore.deepspeed.section import Section, section_of
+from burst_mcore.deepspeed.settings import refuse_config
 from burst_mcore.transformers.agreement import on_all_ranks
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
 from burst_mcore.transformers.models.strategies import LoadedBatch

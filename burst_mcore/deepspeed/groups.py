@@ -22,40 +22,21 @@ class SequenceParallelUnit:
     def __init__(self, size: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         groups = {first: dist.new_group([*range(first, first + size)]) for first in range(0, world, size)}
-        self._sequence = groups[rank - rank % size]
         alone = groups if size == 1 else {each: dist.new_group([each]) for each in range(world)}
-        self._alone = alone[rank]
-        self._all = dist.new_group([*range(world)])
+        self.sequence: dist.ProcessGroup = groups[rank - rank % size]
+        """The ranks that share sequences with this one."""
+        kinds = {
+            "sequence_parallel": self.sequence,
+            "sequence_data_parallel": dist.new_group([*range(world)]),
+            "model_parallel": alone[rank],
+        }
+        for kind, group in kinds.items():
+            told = {"group": group, "world_size": group.size(), "rank": group.rank()}
+            for name, value in told.items():
+                setattr(self, f"get_{kind}_{name}", lambda value=value: value)
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
         """Mark this kind of mpu for DeepSpeed; the groups are there already."""
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self._sequence
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._sequence)
-
-    def get_sequence_parallel_rank(self) -> int:
-        return dist.get_rank(self._sequence)
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        return self._all
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self._all)
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return dist.get_rank(self._all)
-
-    def get_model_parallel_group(self) -> Any:
-        return self._alone
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        return 0
 
 
 def take_means(engine: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler
 
-from burst_mcore.deepspeed.ranks.groups import unit_of
+from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.transformers.data.batches import WHOLE, apart, prepared
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError
@@ -218,8 +218,7 @@ def group_of(parallelism: Any) -> dist.ProcessGroup | None:
     """Return the ranks that share sequences by Accelerate's ParallelismConfig; None where none do."""
     if parallelism is None or parallelism.sp_backend != "deepspeed" or not parallelism.sp_enabled:
         return None
-    group: dist.ProcessGroup = unit_of(parallelism.sp_size).get_sequence_parallel_group()
-    return group
+    return unit_of(parallelism.sp_size).sequence
 
 
 @around

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from burst_mcore.deepspeed.config.settings import part, zero
+from burst_mcore.deepspeed.settings import part, zero
 
 ADAMS = ("adam", "adamw")
 

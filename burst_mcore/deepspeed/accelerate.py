@@ -1,7 +1,12 @@
-"""The Trainer's loss, tokens and batches where ranks share sequences, and what Accelerate gathers of them."""
+"""Accelerate, the Trainer and TRL over sharded sequences: burst takes the place of DeepSpeed's Ulysses.
+
+`_places` has the names of DeepSpeed, Accelerate and transformers that are replaced. Each replacement takes
+the package's own and returns ours. Without CP groups the own one is called.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +14,55 @@ import torch
 from accelerate.utils.operations import gather_object, recursively_apply
 
 import burst_mcore.transformers.trainer as shared
-from burst_mcore.deepspeed.accelerate.loader import adapter_of
-from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.wrap import around, while_set
+from burst_mcore.deepspeed.cpu import prepare_cpu
+from burst_mcore.deepspeed.loader import BurstSPDataLoaderAdapter, adapter_of, sharding_to_groups, skipping
+from burst_mcore.deepspeed.model import BurstSPAttentionHF, without_compilers
+from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.wrap import around
 
 SUPPORTED = {
     *(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer" for kind in ("SFT", "DPO", "KTO")),
     "trl.experimental.kto.KTOTrainer",
 }
 """The trainers of TRL that are held to one process in tests; the last is an older name of its like."""
+
+
+def replace_ulysses() -> None:
+    """Make Accelerate and the Trainer use BurstAttention where they would use DeepSpeed's Ulysses.
+
+    Call it before Accelerator or Trainer prepare a model. Twice is once; `restore_ulysses` takes it back. It
+    sets a few names, which those packages look up when they need them, and changes no file.
+    """
+    refuse_versions()
+    prepare_cpu()
+    shared.replace("sp_size", _places())
+
+
+def restore_ulysses() -> None:
+    """Undo `replace_ulysses`, for models that are prepared later."""
+    shared.REPLACED["sp_size"].restore()
+
+
+def _places() -> list[shared.Place]:
+    """Return the names that DeepSpeed's Ulysses has to itself."""
+    from accelerate import accelerator, data_loader
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+    from transformers import trainer
+
+    name, own = "skip_first_batches", data_loader.skip_first_batches  # a script may have imported it
+    skippers = [m for m in [*sys.modules.values()] if getattr(m, "__dict__", {}).get(name) is own]
+    return [
+        (ulysses_sp, "UlyssesSPAttentionHF", lambda _: BurstSPAttentionHF),
+        (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
+        *((module, "prepare_data_loader", sharding_to_groups) for module in (data_loader, accelerator)),
+        *((module, name, skipping) for module in skippers),
+        (accelerator, "_refuse_recurrent_layers_under_sequence_parallelism", lambda _: lambda model: None),
+        (accelerator.Accelerator, "_prepare_deepspeed", without_compilers),
+        (accelerator.Accelerator, "gather", gathering_all),
+        (accelerator.Accelerator, "gather_for_metrics", gathering),
+        (trainer.Trainer, "__init__", counting_tokens),
+        (trainer.Trainer, "get_batch_samples", batches_of_training),
+    ]
 
 
 @around
@@ -67,31 +112,6 @@ def batches_of_training(own: shared.AnyMethod, self: Any, *args: Any, **kwargs: 
     if shared.sharing(self, "sp_size") > 1:
         self.model.train()
     return own(self, *args, **kwargs)
-
-
-@around
-def loss_of_whole_sequences(
-    compute_loss: shared.AnyMethod,
-    self: Any,
-    model: Any,
-    inputs: Any,
-    return_outputs: bool = False,
-    num_items_in_batch: Any = None,
-) -> Any:
-    """Trainer.compute_loss: the model's loss is the whole sequence's, as where no ranks share one.
-
-    For Ulysses transformers 5.23 gathers the losses of shards, and that gradient is SP times too large.
-    """
-    if shared.sharing(self, "sp_size") == 1:
-        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
-    asked = {"label_smoothing_factor": self.label_smoother, "compute_loss_func": self.compute_loss_func}
-    for name, own in asked.items():
-        if own is not None:
-            raise RefusedError("loss", f"the Trainer's {name} is not supported: the loss is the model's own")
-    if num_items_in_batch is not None and self.model.training:  # without a label: no gradient
-        num_items_in_batch = num_items_in_batch.clamp(min=1)
-    with while_set(self.accelerator.parallelism_config, sp_backend=None):  # by which it knows Ulysses
-        return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 
 def _refuse_other_trainers(kind: type) -> None:
