@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -67,21 +67,17 @@ def not_on(architectures: Sequence[int]) -> str | None:
     return f"it is for compute capability {', '.join(f'{a}.x' for a in architectures)}, this GPU has {actual}"
 
 
-def call(
-    function: Callable[..., Any], *args: Any, if_there: Mapping[str, Any] | None = None, **given: Any
-) -> Any:
-    """Call function(*args, **given); missing required arguments become None.
+def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call function(*args, **keywords); missing required arguments become None.
 
-    Arguments with several names in different versions (`ALIASES`) are passed under every name; arguments of
-    `if_there` are dropped if the version does not have them.
+    Arguments with several names in different versions (`ALIASES`) are passed under every name.
 
     Raises:
         TypeError: the function lacks an argument with a value that would change the result.
     """
     arguments = parameters(function)[len(args) :]
-    values = {**(if_there or {}), **given}
-    selection = {name: values.get(name) for name, required in arguments if required or name in values}
-    for name, value in given.items():
+    selection = {name: keywords.get(name) for name, required in arguments if required or name in keywords}
+    for name, value in keywords.items():
         aliases = {name}.union(*(group for group in ALIASES if name in group))
         if aliases.isdisjoint(selection) and value not in (None, False, 0.0):
             raise TypeError(f"{function} has no argument {name!r}, which should be {value!r}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+import sys
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,34 +58,10 @@ class Rates:
     """The share of all links that other traffic uses."""
 
     def __post_init__(self) -> None:
-        legal = (isinstance(self.hidden, bool), "hidden", "True or False", self.hidden)
-        checks = [legal, *(self._check(field.name) for field in fields(self) if field.name not in _OTHER)]
-        checks += [
-            (_number(rate) and rate > 0 and size > 1, "levels", "pairs (ranks, bytes a second)", self.levels)
-            for size, rate in self.levels
-        ]
-        dims = self.head_dims
-        rising = all(isinstance(dim, int) for dim in dims) and [0, *dims] == sorted({0, *dims})
-        checks.append((rising, "head_dims", "numbers in ascending order", dims))
-        for right, name, wanted, value in checks:
-            if not right:
+        for name, value in vars(self).items():
+            legal, wanted = _legal(name, value)
+            if not legal:
                 raise ValueError(f"Rates.{name} must be {wanted}, got {value!r}")
-
-    def _check(self, name: str) -> tuple[bool, str, str, object]:
-        value = getattr(self, name)
-        if name in ("backward", "wave_backward") and value is None:
-            return True, name, "", value
-        if name in ("others", "slowdown"):
-            return _number(value) and 0 <= value < 1, name, "from 0 to below 1", value
-        if name in ("latency", "fill", "wave", "wave_backward", "call", "crowding"):
-            return _number(value) and 0 <= value < math.inf, name, "a number, not negative", value
-        infinite = name in ("exponentials", "memory")
-        return (
-            _number(value) and value > 0 and (infinite or value < math.inf),
-            name,
-            "a positive number",
-            value,
-        )
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -116,7 +93,23 @@ class Rates:
         return (self.inter if inter else self.intra) * (1 - self.others)
 
 
-_OTHER = ("hidden", "head_dims", "levels")
+def _legal(name: str, value: Any) -> tuple[bool, str]:
+    """Return whether the value of a field is legal, and which values are."""
+    if name == "hidden":
+        return isinstance(value, bool), "True or False"
+    if name == "levels":
+        legal = all(_number(rate) and rate > 0 and size > 1 for size, rate in value)
+        return legal, "pairs (ranks, bytes a second)"
+    if name == "head_dims":
+        rising = all(isinstance(dim, int) for dim in value) and [0, *value] == sorted({0, *value})
+        return rising, "numbers in ascending order"
+    if name in ("others", "slowdown"):
+        return _number(value) and 0 <= value < 1, "from 0 to below 1"
+    unset = value is None and name in ("backward", "wave_backward")
+    if name in ("latency", "fill", "wave", "wave_backward", "call", "crowding"):
+        return unset or (_number(value) and 0 <= value < math.inf), "a number, not negative"
+    most = math.inf if name in ("exponentials", "memory") else sys.float_info.max
+    return unset or (_number(value) and 0 < value <= most), "a positive number"
 
 
 def _number(value: object) -> bool:
@@ -153,7 +146,6 @@ def default_rates(device: str) -> Rates:
     Raises:
         ValueError: the file holds no rates.
     """
-    path = os.environ.get(RATES_FILE)
-    if path:
+    if path := os.environ.get(RATES_FILE):
         return Rates.load(path)
     return CUDA if device == "cuda" else CPU

@@ -11,8 +11,9 @@ from torch import Tensor
 from burst_bench.core import Case, Method, TimedStep, World, add, one_of
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.rows import gather
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
@@ -125,7 +126,7 @@ class SquareCase(Case):
 
     def bare(self, kernel: Kernel, tensors: Sequence[Tensor]) -> Tiles:
         """Return the calls that a kernel needs."""
-        plan = plan_for(Layout("contiguous"), self.seen, self.tokens, 1)
+        plan = plan_of(Layout("contiguous"), self.seen, self.tokens, Placement(1))
         return Tiles(kernel, tiles_of(plan, 0, 0, kernel.abilities), tensors)
 
 

@@ -19,9 +19,9 @@ from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.rows import gather
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.geometry.tiles import Tile, launches_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
 from burst_mcore.attention.kernels.table import choose
@@ -137,7 +137,7 @@ class VirtualRank:
         chosen = choose(kernel, problem)
         self.call = Call(
             rank=size // 2, route=Route(nodes=1, intra=size),
-            plan=plan_for(Layout("zigzag"), mask, n, size), scores=Scores(shape.head_dim**-0.5),
+            plan=plan_of(Layout("zigzag"), mask, n, Placement(size)), scores=Scores(shape.head_dim**-0.5),
             problem=problem, kernel=chosen if works else idle(chosen), direction=Pass(direction),
             grad_dtype=shape.grad_dtype, kv_heads=shape.carried[0], latent_rotates=shape.latent_rotates,
         )  # fmt: skip

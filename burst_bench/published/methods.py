@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.candidates import Ranks, kernel_seconds, legal_degrees, route_for, why_not_degree
 from burst_mcore.attention.choose import COPIES
-from burst_mcore.attention.geometry.plan import Plan
+from burst_mcore.attention.geometry.plan import plan_of as plan_of_mask
 from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Link, Pass, Program
 from burst_mcore.attention.schedule.route import Route
@@ -167,7 +166,8 @@ def _seconds(row: Row, plan: MethodPlan, pass_: Pass, rates: Rates) -> float:
         passes = (plan.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
         work = KernelWork(pairs, Placement(groups.size), _kernel(pooled, pass_, rates, passes))
     ring = _ring_of(plan, groups, pass_, pooled, work)
-    (played,) = play_all(_plan(plan.layout, row.seq, groups.size), [ring], groups.intra, rates)
+    full = plan_of_mask(Layout.of(plan.layout), Mask.full(), row.seq, Placement(groups.size))
+    (played,) = play_all(full, [ring], groups.intra, rates)
     device += played.seconds + (0.0 if plan.gathers else cost.slowdown_seconds(played.sent, rates))
     calls = 2 if plan.gathers else groups.size
     return max(device, cost.host_seconds(calls, plan.exchanges + plan.timed_apart, rates))
@@ -253,8 +253,3 @@ def _gathered(row: Row, shard: Shard, gathers: Gather, pass_: Pass) -> float:
         return elements * (gathers.forward + gathers.read * reads)
     repeated = gathers.repeats * (shard.heads // shard.kv_heads)
     return elements * (gathers.backward + (gathers.read + gathers.read_backward) * reads + repeated)
-
-
-@lru_cache(maxsize=64)
-def _plan(layout: str, n: int, size: int) -> Plan:
-    return Plan(Layout.of(layout), Mask.full(), n, Placement(size))

@@ -15,7 +15,8 @@ from burst_bench.subjects.attention import on_first, ring_trial
 from burst_mcore import BurstConfig, shard
 from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose
@@ -117,7 +118,7 @@ class MaskCase(RingCase):
 def bare_tiles(case: MaskCase, kernel: Kernel) -> list[list[Tiles]]:
     """Return for each rank the tiles of its queries with the keys of every rank."""
     layout, size = case.sharded, case.ranks
-    plan, tensors = plan_for(layout, case.seen, case.seq, size), case.tensors()
+    plan, tensors = plan_of(layout, case.seen, case.seq, Placement(size)), case.tensors()
     shards = [[shard(x, 1, rank=rank, size=size, layout=layout) for x in tensors] for rank in range(size)]
     return [
         [

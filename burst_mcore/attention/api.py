@@ -71,9 +71,8 @@ def burst_attention(
             queries: all-reduce it, like gradients of weights.
         config: default `BurstConfig()`.
         return_lse: also return the log-sum-exp of the scaled scores.
-        return_max_logit: also return, last, the max logits, for qk-clip. Kernels "te" (2.9 and later, in
-            tiles without documents) and "reference" compute them in the same pass; other kernels compute each
-            tile's scores once more, without more communication.
+        return_max_logit: also return, last, the max logits, for qk-clip. Kernels compute each tile's scores
+            once more, without more communication.
         unknown: rejected; the error names our argument for an alias of another package.
 
     Under torch.autocast q, k, v and a latent are cast, like inputs of scaled_dot_product_attention.

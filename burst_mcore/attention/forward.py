@@ -99,16 +99,14 @@ class _Forward:
         tensors = gather(self.q, tile.q), gather(k, k_rows), gather(v, k_rows)
         inputs = *tensors, tile.pattern, self.call.scores
         running = self.softmax.running(tile.q) if kernel.in_place else None
-        largest: list[Tensor] = []  # the max logits, from kernels that return them
         if kernel.in_place and running:
             out, lse, fresh = running
             kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
         else:
-            out, lse, *largest = kernel.forward(*inputs)
+            out, lse = kernel.forward(*inputs)
             self.softmax.add(tile.q, out, lse)
         if self.max_logit is not None:
-            of_tile = largest[0] if largest else kernel.max_logit(*inputs)
-            self.max_logit = self.max_logit.maximum(of_tile)
+            self.max_logit = self.max_logit.maximum(kernel.max_logit(*inputs))
 
     def of_all_heads(self) -> Tensor | None:
         """Return the max logits of all heads, -inf for heads of other members; None unless requested."""

@@ -50,7 +50,7 @@ from burst_mcore.wrap import around, wrap
 
 logger = logging.getLogger(__name__)
 
-_BACKENDS = {"flash": ("flash2", "flash3", "flash4"), "fused": ("te", "cudnn")}
+_BACKENDS = {"flash": ("flash2", "flash3", "flash4"), "fused": ("cudnn",)}
 """Kernels that --attention-backend allows."""
 TOKENS = 2**17
 """The assumed tokens for the check of a layer's kernel, before its sequences are known."""

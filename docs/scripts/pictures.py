@@ -21,7 +21,8 @@ from timelines import COMMANDS, timeline
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry.cuts import cut_for
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.schedule.actions import (
     COMES_LATE,
     OWN_SHARE,
@@ -292,7 +293,7 @@ def rows() -> Drawing:
         "window of 512, contiguous": (Mask.window(511, 0), "contiguous"),
     }
     for number, (name, (mask, layout)) in enumerate(masks_.items()):
-        plan = plan_for(Layout.of(layout), mask, tokens, size)
+        plan = plan_of(Layout.of(layout), mask, tokens, Placement(size))
         left, top, total = 30 + number * (cell * size + 50), 56, 0.0
         drawing.text(left, 16, name, bold=True)
         for reader in range(size):

@@ -26,7 +26,6 @@ CASES = {
     "lse": (cases.attention, 2, {"kernel": "flash4", "lse": True}),
     "no overlap": (cases.attention, 2, {"overlap": False}),
     "documents": (cases.attention, 2, {"kernel": "flash2", "mask": "documents"}),
-    "documents by cuDNN": (cases.attention, 2, {"kernel": "te", "mask": "documents"}),
     "blocks": (cases.attention, 2, {"steps": 1, "mask": "documents", "layout": "striped"}),
     "dilated": (cases.attention, 2, {"steps": 1, "mask": "dilated"}),
     "direct": (cases.attention, 3, {"steps": 1, "ring": "direct", "kernel": "flash3"}),
@@ -68,7 +67,7 @@ ROUTES = (
     (4, {"head_parallel": 2, "intra": 2, "head_placement": "outer"}),
     (4, {"head_parallel": 4}),
 )
-KERNELS = "triton", "aten-flash", "cudnn", "flash2", "flash3", "flash4", "te"
+KERNELS = "triton", "aten-flash", "cudnn", "flash2", "flash3", "flash4"
 GRID = [
     {"kernel": kernel, "mask": mask, "layout": layout, "backward": backward}
     for mask, layout, backward in itertools.product(cases.MASKS, ("zigzag", "striped"), ("query", "kv"))

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from masks import random_layout, random_mask, randoms
 
 from burst_mcore.attention.geometry.pattern import Abilities
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.blocks import blocks
 
@@ -49,7 +50,7 @@ def _walked(pattern, block_m, block_n, by_columns):
 )
 def test_every_pair_is_walked_once(draw, n, size, block_m, block_n):
     layout, mask = random_layout(draw, size, n), random_mask(draw, n)
-    plan = plan_for(layout, mask, n, size)
+    plan = plan_of(layout, mask, n, Placement(size))
     for q_at in range(size):
         for tile in tiles_of(plan, q_at, draw.randrange(size), Abilities(draw.random() < 0.5, pieces=True)):
             for by_columns in (False, True):

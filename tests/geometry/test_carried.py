@@ -10,7 +10,7 @@ from masks import brute, random_layout, random_mask, randoms
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import reading as readings
 from burst_mcore.attention.geometry.pattern import listed
-from burst_mcore.attention.geometry.plan import Plan, plan_for, plan_of
+from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.rows import count, union
 from burst_mcore.attention.geometry.shard import Placement
@@ -26,10 +26,10 @@ PLACES = {"size": st.integers(1, 4), "heads": st.sampled_from([1, 1, 2, 3]), "n"
 @given(draw=randoms, **PLACES)
 def test_what_is_read_are_the_rows_of_the_pieces(draw, size, heads, n):
     layout, mask = random_layout(draw, size * heads, n), random_mask(draw, n)
-    plan = plan_for(layout, mask, n, size, heads)
+    plan = plan_of(layout, mask, n, Placement(size, heads))
     if plan.by_class:  # its pieces count other rows; those are read that would be without the stride
         mask = Mask(tuple(term for term in mask.terms if not isinstance(term, Stride)))
-    counted = plan_for(layout, mask, n, size, heads)
+    counted = plan_of(layout, mask, n, Placement(size, heads))
     for of_queries in (False, True):
         reading = plan.reading(of_queries=of_queries)
         for at in range(size):
@@ -100,6 +100,6 @@ def test_a_window_moves_halos_whatever_the_length(layout):
     size, window = 8, 32
     moved = []
     for n in (1024, 4096, 16384):
-        plan = plan_for(Layout(layout), Mask.window(window, 0), n, size)
+        plan = plan_of(Layout(layout), Mask.window(window, 0), n, Placement(size))
         moved.append(_rows_sent(plan, Route(1, size, direct=True)))
     assert set(moved) == {(size - 1 if layout == "contiguous" else 2 * size - 2) * window}

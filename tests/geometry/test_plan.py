@@ -13,7 +13,7 @@ from masks import brute, random_layout, random_mask, randoms
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import tiles as tiles_module
 from burst_mcore.attention.geometry.pattern import Abilities, listed
-from burst_mcore.attention.geometry.plan import Plan, plan_for
+from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles, tiles_of
 
@@ -105,7 +105,7 @@ def test_rows_of_classes_lie_where_all_rows_rotate(draw, size, heads, stride):
     ends = Mask.documents([0, *sorted(draw.sample(range(1, n), 3)), n])
     mask = Mask.dilated(draw.randint(1, n), stride) & (ends if draw.random() < 0.5 else Mask.causal())
     layout = Layout.of(draw.choice((f"block-striped:{size * heads}", "stacked-zigzag:9")))
-    plan = plan_for(layout, mask, n, size, heads)
+    plan = plan_of(layout, mask, n, Placement(size, heads))
     assert plan.by_class == (size * heads > 1)
     for q_at, k_at in itertools.product(range(size), repeat=2):
         for tile in tiles_of(plan, q_at, k_at, Abilities(masks=True)):
@@ -117,7 +117,7 @@ def test_rows_of_classes_lie_where_all_rows_rotate(draw, size, heads, stride):
 
 
 def test_causal_zigzag_pieces_are_those_of_the_design():
-    plan = plan_for(Layout("zigzag"), Mask.causal(), 32, 4)
+    plan = plan_of(Layout("zigzag"), Mask.causal(), 32, Placement(4))
 
     def tile(q_at, k_at):
         (one,) = tiles_of(plan, q_at, k_at, Abilities(masks=True))
@@ -129,11 +129,13 @@ def test_causal_zigzag_pieces_are_those_of_the_design():
 
 
 def test_small_pieces_share_a_call_and_large_ones_do_not():
-    short = plan_for(Layout("contiguous"), Mask.documents(range(0, 1025, 8)) & Mask.causal(), 1024, 1)
+    short = plan_of(
+        Layout("contiguous"), Mask.documents(range(0, 1025, 8)) & Mask.causal(), 1024, Placement(1)
+    )
     alone = tiles(short.pieces(0, 0), Abilities())
     together = tiles(short.pieces(0, 0), Abilities(masks=True))
     assert len(alone) == 128
     assert len(together) < 20
     assert sum(math.prod(tile.pattern.shape) for tile in together) < 1024 * 1024 / 5  # nowhere near dense
-    long = plan_for(Layout("contiguous"), Mask.documents([0, 2048, 4096]) & Mask.causal(), 4096, 1)
+    long = plan_of(Layout("contiguous"), Mask.documents([0, 2048, 4096]) & Mask.causal(), 4096, Placement(1))
     assert [tile.pattern.causal for tile in tiles(long.pieces(0, 0), Abilities(masks=True))] == [True, True]

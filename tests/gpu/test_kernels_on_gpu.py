@@ -6,7 +6,8 @@ from dense import error
 
 from burst_mcore import Mask
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
@@ -110,7 +111,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_any_pattern_on_our_own(mask, layout, dtype):
     kernel = _kernel("triton", SHAPES["GQA"], dtype)
-    plan = plan_for(Layout.of(layout), MASKS[mask], 2048, 2)
+    plan = plan_of(Layout.of(layout), MASKS[mask], 2048, Placement(2))
     for tile in tiles_of(plan, 1, 0, kernel.abilities):
         _compare(kernel, _tensors(SHAPES["GQA"], *tile.pattern.shape, dtype), tile.pattern, Scores(0.2))
 
@@ -118,9 +119,8 @@ def test_any_pattern_on_our_own(mask, layout, dtype):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", NAMES)
 def test_documents(name, layout):
-    of_documents = {"adapted": lambda kernel: kernel.of_documents or kernel, "documents": True}
-    kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, **of_documents)
-    plan = plan_for(Layout.of(layout), MASKS["documents"], 2048, 2)
+    kernel = _kernel(name, SHAPES["GQA"], torch.bfloat16, documents=True)
+    plan = plan_of(Layout.of(layout), MASKS["documents"], 2048, Placement(2))
     for q_at, k_at in ((0, 0), (1, 0), (1, 1)):
         for tile in tiles_of(plan, q_at, k_at, kernel.abilities):
             _compare(
@@ -164,7 +164,9 @@ def test_deterministic_gradients_of_listed_blocks(mask, dtype):
     """By lists, deterministic calls take launches of their own: they are right, and bitwise equal."""
     kernel = _kernel("triton", SHAPES["GQA"], dtype, deterministic=True)
     scores = Scores(0.2, deterministic=True)
-    for tile in tiles_of(plan_for(Layout.of("zigzag"), MASKS[mask], 2048, 2), 1, 0, kernel.abilities):
+    for tile in tiles_of(
+        plan_of(Layout.of("zigzag"), MASKS[mask], 2048, Placement(2)), 1, 0, kernel.abilities
+    ):
         tensors = _tensors(SHAPES["GQA"], *tile.pattern.shape, dtype)
         _compare(kernel, tensors, tile.pattern, scores)
         q, k, v, dout = tensors

@@ -8,7 +8,8 @@ from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention.candidates import Question, Ranks
 from burst_mcore.attention.choose import decide
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.cpu import KERNEL as CPU
 from burst_mcore.attention.schedule.actions import Pass
@@ -30,7 +31,7 @@ def packed(n, seed):
 
 def _programs(mask, size, layout="zigzag"):
     """Plan rank 3's forward, and its backward with K and V rotating, on the double ring."""
-    plan = plan_for(Layout(layout), mask, TOKENS * size, size)
+    plan = plan_of(Layout(layout), mask, TOKENS * size, Placement(size))
     for pass_ in (Pass.FORWARD, Pass.KV):
         program(3, Route(size // NODE, NODE), pass_, plan)
     return plan

@@ -83,11 +83,11 @@ def packed_backward(x, ends, scale, softcap, causal, left, right, unbounded=-1, 
     return gradients
 
 
-def _ends(x, of_k="k"):
+def _ends(x):
     """(offsets of queries, of keys, the longest of each) of packed sequences, None of a batch."""
     if x.get("cu_seqlens_q") is None:
         return None
-    return x["cu_seqlens_q"], x[f"cu_seqlens_{of_k}"], x["max_seqlen_q"], x[f"max_seqlen_{of_k}"]
+    return x["cu_seqlens_q"], x["cu_seqlens_k"], x["max_seqlen_q"], x["max_seqlen_k"]
 
 
 def _options(x):
@@ -142,72 +142,6 @@ def _backward_of_4(x):
     return _flash_backward(x, None, x["dlse"])
 
 
-def _te_options(x, tensors):
-    """(ends, scale, whether causal from the lower right corner) of a call of TransformerEngine."""
-    ends, packed = _ends(x, "kv"), tensors[0].dim() == 3
-    kind, layout = x["attn_mask_type"], x["qkv_layout"]
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    assert x["fused_attention_backend"] == 1 and x["window_size"] == (-1, -1)
-    if not packed:
-        rows = tensors[0].shape
-        assert layout == "bshd_bshd_bshd" and ends[0].tolist() == [i * rows[1] for i in range(rows[0] + 1)]
-        return ends, x["attn_scale"], {"causal": True, "no_mask": False}[kind]
-    assert layout == "thd_thd_thd"
-    assert x["cu_seqlens_q_padded"] is ends[0] and x["cu_seqlens_kv_padded"] is ends[1]
-    if kind == "padding_causal":  # from the upper left corner: the same where lengths are equal
-        assert torch.equal(ends[0], ends[1])
-    elif kind == "padding_causal_bottom_right":
-        assert ends[2] <= ends[3]
-    causal = {"padding": False, "padding_causal": True, "padding_causal_bottom_right": True}[kind]
-    return ends, x["attn_scale"], causal
-
-
-TOKENS_OF_PLAN = 1024
-"""Statistics of packed calls have as many rows as their plan."""
-
-
-def _te_forward(x):
-    assert x["is_training"]
-    q, k, _ = given = x["q"], x["k"], x["v"]
-    ends, scale, causal = _te_options(x, given)
-    if q.dim() == 3:
-        out, lse = packed_forward(*given, ends, scale, None, causal, -1, -1)
-        statistics = torch.full((TOKENS_OF_PLAN, q.shape[1], 1), torch.nan, dtype=lse.dtype)
-        statistics[: len(q)] = lse.T[..., None]
-        return out, [statistics, torch.zeros(2)], None
-    out, lse = forward(*given, scale, None, pattern_of(q, k, causal, -1, -1))
-    return out, [lse.unsqueeze(-1), torch.zeros(2)], None
-
-
-def _te_forward_with_max_logit(x):
-    out, aux, _ = _te_forward(x)
-    if not x["return_max_logit"]:
-        return out, aux
-    assert x["q"].dim() == 4  # of packed sequences it would be that of padding, too, before 2.17
-    pattern = pattern_of(x["q"], x["k"], x["attn_mask_type"] == "causal", -1, -1)
-    scores = Scores(x["attn_scale"], max_logit=True)
-    return out, aux, REFERENCE.forward(x["q"], x["k"], x["v"], pattern, scores)[2]
-
-
-def _te_backward(x):
-    q, k, v, out, dout = given = [x[name] for name in ("q", "k", "v", "o", "d_o")]
-    ends, scale, causal = _te_options(x, given)
-    assert x.get("dqkv_dtype", "the type") == "the type"
-    layout = x["qkv_layout"]
-    assert x.get("dqkv_layout", layout) == layout
-    of_one = layout.split("_")[0]
-    assert x.get("o_format", of_one) == x.get("do_format", of_one) == of_one
-    statistics, seed = x["aux_ctx_tensors"]
-    assert seed.shape == (2,) and statistics.is_contiguous()
-    if q.dim() == 3:
-        assert statistics.shape == (len(q), q.shape[1], 1)
-        inputs = dout, q, k, v, out, statistics.squeeze(-1).T.contiguous()
-        return *packed_backward(inputs, ends, scale, None, causal, -1, -1), None
-    assert statistics.shape == (q.shape[0], q.shape[2], q.shape[1], 1)
-    inputs = of_out(dout, q, k, v, out, statistics.squeeze(-1))
-    return *backward(inputs, scale, None, pattern_of(q, k, causal, -1, -1)), None
-
-
 GIVEN = "dout, q, k, v, out, softmax_lse"
 ENDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 NO_ENDS = "cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None"
@@ -216,14 +150,6 @@ LEFT_RIGHT = "window_size_left, window_size_right"
 UNBOUNDED = "window_size_left=-1, window_size_right=-1"
 SLOPES = "softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None"
 LAST = "softcap, alibi_slopes, deterministic, rng_state=None"
-OF_TE = "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv"
-TE_OPTIONS = 'attn_scale=None, dropout=0.0, qkv_layout="sbh3d"'
-TE_MASK = 'attn_bias_type="no_bias", attn_mask_type="padding", window_size=(-1, -1)'
-PADDED = "cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None"
-TE_FORWARD = (
-    f"is_training, {OF_TE}, q, k, v, fake_dtype, fused_attention_backend, attn_bias=None, {PADDED}, "
-    f"page_table_k=None, page_table_v=None, {TE_OPTIONS}, {TE_MASK}"
-)
 SIGNATURES = {
     "flash2 2.6": {
         "_flash_attn_forward": f"q, k, v, {OPTIONS}, window_size, softcap, alibi_slopes, return_softmax",
@@ -260,30 +186,16 @@ SIGNATURES = {
         "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, pack_gqa=False, "
         f"{NO_ENDS}, deterministic=False, dq=None, dk=None, dv=None, dlse=None, learnable_sink=None",
     },
-    "te 2.0": {
-        "fused_attn_fwd": TE_FORWARD,
-        "fused_attn_bwd": f"{OF_TE}, q, k, v, o, d_o, fake_dtype, dqkv_dtype, aux_ctx_tensors, "
-        f"fused_attention_backend, {PADDED}, {TE_OPTIONS}, {TE_MASK}, deterministic=False",
-    },
-    "te 2.15": {
-        "fused_attn_fwd": f"{TE_FORWARD}, *, return_max_logit=False",
-        "fused_attn_bwd": f"{OF_TE}, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors, fused_attention_backend, "
-        f'{PADDED}, {TE_OPTIONS}, o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", {TE_MASK}, '
-        "deterministic=False",
-    },
 }
 """By package and release, and function."""
 MODULES = {
     "flash2": "flash_attn.flash_attn_interface",
     "flash3": "flash_attn_interface",
     "flash4": "flash_attn.cute.interface",
-    "te": "transformer_engine.pytorch.cpp_extensions.fused_attn",
 }
 RUNS = {
     "flash2 2.6": (_eight_results, _into_buffers),
     "flash4 new": (_forward_of_4, _backward_of_4),
-    "te 2.0": (_te_forward, _te_backward),
-    "te 2.15": (_te_forward_with_max_logit, _te_backward),
 }
 """What stands for forwards and backwards where these are not (`_four_results`, `_into_buffers`)."""
 
@@ -304,22 +216,13 @@ def members(name, release):
         )
         for member, signature in SIGNATURES[key].items()
     }
-    if name != "te":
-        return {MODULES[name]: functions}
-    return {
-        MODULES[name]: {**functions, "FusedAttnBackend": {"F16_arbitrary_seqlen": 1}},
-        "transformer_engine.pytorch.constants": {
-            "TE_DType": dict.fromkeys((torch.float64, torch.float32), "the type")
-        },
-        "transformer_engine.pytorch.utils": {"get_cudnn_version": lambda: (9, 8, 0)},
-    }
+    return {MODULES[name]: functions}
 
 
 NEWEST = {
     "flash-attn": ("2.8.3", partial(members, "flash2", "2.8")),
     "flash_attn_3": ("3.0.0", partial(members, "flash3", "new")),
     "flash-attn-4": ("4.0.0b36", partial(members, "flash4", "new")),
-    "transformer_engine": ("2.15.0", partial(members, "te", "2.15")),
 }
 """Distributions, their newest versions, and who makes their modules."""
 

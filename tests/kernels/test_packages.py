@@ -1,7 +1,6 @@
 """Adapters of packages that are not here: stand-ins with the arguments of their releases, our arithmetic."""
 
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
@@ -25,8 +24,6 @@ STAND_INS = [
     ("flash3", "old", "flash_attn_3", "3.0.0"),
     ("flash3", "new", "flash_attn_3", "3.0.0"),
     ("flash4", "new", "flash-attn-4", "4.0.0b36"),
-    ("te", "2.0", "transformer_engine", "2.0.0"),
-    ("te", "2.15", "transformer_engine", "2.15.0"),
 ]
 
 
@@ -65,22 +62,13 @@ KINDS = {"causal": (None, 0), "full": (None, None), "window": (2, 13), "right": 
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16)])
 def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kind, dims):
     kernel, scores, rows = stand_in.kernel, Scores(0.3), 24 if kind in ("causal", "full") else 16
-    if rows == 16 and not kernel.abilities.windows:
-        pytest.skip("it takes no windows")
     p, pattern = (
         problem(0, 24, batch=2, kv_heads=2, head_dim=dims[0], value_dim=dims[1]),
         Pattern((rows, 24), *KINDS[kind]),
     )
     p = p._replace(q=p.q[:, :rows], dout=p.dout[:, :rows])
     as_reference(kernel, p, pattern, scores)
-    scores = Scores(0.3, max_logit=True)
-    *_, want = REFERENCE.forward(p.q, p.k, p.v, pattern, scores)
-    of_forward = stand_in.release == "2.15"
-    found = (
-        kernel.forward(p.q, p.k, p.v, pattern, scores)[-1]
-        if of_forward
-        else kernel.max_logit(p.q, p.k, p.v, pattern, scores)
-    )
+    found, want = (each.max_logit(p.q, p.k, p.v, pattern, scores) for each in (kernel, REFERENCE))
     assert error(found, want) < 1e-11
 
 
@@ -88,9 +76,7 @@ def test_an_adapter_says_what_is_meant_in_the_words_of_its_version(stand_in, kin
 @pytest.mark.parametrize("bounds", [(-1, 0), (-1, -1), (3, 0), (3, -1)], ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (24, 16)], ids=str)
 def test_an_adapter_takes_packed_sequences_in_one_call(stand_in, bounds, dims):
-    kernel, lengths_q, lengths_k = stand_in.kernel.of_documents or stand_in.kernel, (5, 1, 8), (7, 1, 8)
-    if kernel.name == "te" and bounds[0] >= 0:
-        pytest.skip("it leaves windows to a kernel of torch's, which is on CUDA alone")
+    kernel, lengths_q, lengths_k = stand_in.kernel, (5, 1, 8), (7, 1, 8)
     parts, m, n = [], 0, 0
     for rows, columns in zip(lengths_q, lengths_k, strict=True):
         low = -UNBOUNDED if bounds[0] < 0 else columns - rows - bounds[0]
@@ -103,43 +89,17 @@ def test_an_adapter_takes_packed_sequences_in_one_call(stand_in, bounds, dims):
     as_reference(kernel, p, pattern, Scores(0.3), Pattern((m, n), parts=tuple(parts)))
 
 
-@of(STAND_INS[-1:])
-@pytest.mark.parametrize(
-    ("cudnn", "capability", "deterministic", "words"),
-    [
-        ((9, 8, 0), (9, 0), False, None),
-        ((9, 6, 0), (9, 0), False, "documents need cuDNN 9.7.*this is .9, 6, 0."),
-        ((9, 10, 1), (9, 0), False, "without the faults of 9.10"),
-        ((9, 8, 0), (8, 0), False, "compute capability 9"),
-        ((9, 8, 0), (9, 0), True, "not deterministic"),
-    ],
-)
-def test_te_says_where_it_does_not_take_documents(
-    stand_in, cudnn, capability, deterministic, words, monkeypatch
-):
-    utils = sys.modules["transformer_engine.pytorch.utils"]
-    monkeypatch.setattr(utils, "get_cudnn_version", lambda: cudnn)
-    monkeypatch.setattr(packages, "capability", lambda: capability)
-    ask = replace(ON_CUDA, deterministic=deterministic)
-    choose.cache_clear()
-    assert choose("te", ask) is KERNELS["te"]  # without documents
-    with nullcontext() if words is None else pytest.raises(ValueError, match=words):
-        assert choose("te", replace(ask, documents=True)) is KERNELS["te"].of_documents
-    choose.cache_clear()
-
-
-@of(STAND_INS[:-2])
+@of(STAND_INS)
 def test_a_softcap_arrives(stand_in):
     as_reference(stand_in.kernel, problem(0, 16), pattern_of(Mask.causal(), 16), Scores(0.25, softcap=1.5))
 
 
 UNUSABLE = [
     *((name, {}, f"{name}.*not usable here") for name in released.MODULES),
+    ("te", {}, "unknown kernel 'te'; legal: 'auto', .*'cudnn'"),
     ("flash3", {"value_dim": 64}, "may differ as 192 and 128 do"),
     ("flash3", {"head_dim": 256, "value_dim": 256, "deterministic": True}, "up to head dim 192"),
     ("flash4", {"head_dim": 192, "kv_heads": 2}, "without GQA"),
-    ("te", {"softcap": True}, "softcap"),
-    ("te", {"head_dim": 136, "value_dim": 136}, "up to 128"),
     ("flash2", {"dtype": torch.float32}, "float32"),
     ("flash2", {"device": "cpu"}, "not on cuda"),
 ]

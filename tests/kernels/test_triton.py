@@ -18,7 +18,8 @@ from test_simulation import simulate
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.pattern import Pattern, Piece
-from burst_mcore.attention.geometry.plan import plan_for
+from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels import blocks
 from burst_mcore.attention.kernels import triton as ours
@@ -62,7 +63,7 @@ def _tile(seed):
     while True:
         n, size = draw.randint(40, 100), draw.randint(1, 2)
         layout, mask = random_layout(draw, size, n), random_mask(draw, n)
-        plan = plan_for(layout, mask, n, size)
+        plan = plan_of(layout, mask, n, Placement(size))
         found = tiles_of(plan, draw.randrange(size), draw.randrange(size), KERNEL.abilities)
         if found:
             return found[0]
@@ -152,7 +153,7 @@ def test_what_is_not_finite_stays_in_its_document(seed):
     n = draw.randint(40, 90)
     ends = sorted({0, n, *(draw.randint(1, n) for _ in range(6))})
     mask = Mask.documents(ends) & (Mask.causal() if seed % 2 else Mask.full())
-    (tile,) = tiles_of(plan_for(Layout("zigzag"), mask, n, 1), 0, 0, KERNEL.abilities)
+    (tile,) = tiles_of(plan_of(Layout("zigzag"), mask, n, Placement(1)), 0, 0, KERNEL.abilities)
     at = draw.randrange(len(ends) - 1)
     others, scores = torch.ones(n, dtype=torch.bool), Scores(0.3)
     others[ends[at] : ends[at + 1]] = False

@@ -156,7 +156,7 @@ def test_what_burst_does_not_do_is_refused_by_the_constructor():
         AttnBackend.unfused: "--attention-backend unfused: legal are auto, flash",
         AttnBackend.local: "--attention-backend local: legal are auto, flash",
         AttnBackend.flash: "--attention-backend flash: no kernel.*flash2: .*flash3",
-        AttnBackend.fused: "--attention-backend fused: no kernel.*te: .*cudnn",
+        AttnBackend.fused: "--attention-backend fused: no kernel.*cudnn: ",
     }.items():
         cases.append(({"attention_backend": backend}, words))
     cases.append(({"flash_attention_version": 2}, "--flash-attention-version 2: no kernel.*not on cuda"))
@@ -174,7 +174,7 @@ def test_what_burst_does_not_do_is_refused_by_the_constructor():
 
 
 def test_a_version_of_flash_attention_is_obeyed_or_refused(monkeypatch):
-    order = ["te", "flash4", "flash3"]
+    order = ["cudnn", "flash4", "flash3"]
     stand_ins = {name: Namespace(name=name, supports=lambda problem: None) for name in order}
     monkeypatch.setattr(asked, "KERNELS", stand_ins)
     monkeypatch.setattr(asked, "by_rank", lambda *args: order)
@@ -185,7 +185,7 @@ def test_a_version_of_flash_attention_is_obeyed_or_refused(monkeypatch):
 
     pinned = {"flash_attention_version": 3}
     assert [kernel(), kernel(attention_backend="flash"), kernel(**pinned)] == ["auto", "flash4", "flash3"]
-    assert kernel(attention_backend="fused", **pinned) == kernel(attention_backend="fused") == "te"
+    assert kernel(attention_backend="fused", **pinned) == kernel(attention_backend="fused") == "cudnn"
     with pytest.raises(ValueError, match="flash4 contradicts --flash-attention-version 3: give one"):
         kernel("flash4", **pinned)
     stand_ins["flash3"].supports = lambda problem: "not installed"
@@ -311,7 +311,7 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
             {"flash_attention_version": 2},
             "--burst-kernel flash3 contradicts --flash-attention-version 2: give one of them",
         ),
-        ([*BURST, "--burst-kernel", "te"], {}, "--burst-kernel te: tensors are on cpu, not on cuda"),
+        ([*BURST, "--burst-kernel", "cudnn"], {}, "--burst-kernel cudnn: tensors are on cpu, not on cuda"),
         (
             BURST,
             {**PACKED, "pipeline_model_parallel_size": 2, "micro_batch_size": 2, "context_parallel_size": 1},

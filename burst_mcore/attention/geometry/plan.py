@@ -296,15 +296,6 @@ PLANS = 64
 its rows and kinds of layers, and the next batch, which is planned ahead, as many again."""
 
 
-def plan_for(layout: Layout, mask: Mask, n: int, size: int, heads: int = 1) -> Plan:
-    """Return the plan of a mask over n tokens, sharded over `size` ring ranks of `heads` neighbours. Cached.
-
-    Raises:
-        ValueError: as `plan_of`.
-    """
-    return plan_of(layout, mask, n, Placement(size, heads))
-
-
 @lru_cache(maxsize=PLANS)
 def plan_of(layout: Layout, mask: Mask, n: int, placement: Placement) -> Plan:
     """Return the plan of a mask over n tokens, sharded over the ranks of a placement. Cached.

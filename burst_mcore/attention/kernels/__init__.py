@@ -3,7 +3,7 @@
 kernel                the interface: problem, scores, inputs of backward
 table                 all kernels by name, and the choice of one
 cpu                   torch's flash kernel on the CPU
-aten, flash, te       kernels of torch on CUDA, of flash-attn and TransformerEngine
+aten, flash           kernels of torch on CUDA, and of flash-attn
 triton, triton_code   our own kernel, for any mask
 reference             plain torch, slow and exact
 cached                attention to a cache of keys

@@ -21,10 +21,7 @@ from torch._guards import active_fake_mode
 from burst_mcore.attention.geometry.pattern import Abilities, Pattern
 from burst_mcore.attention.kernels.cpu import heads_first
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
-from burst_mcore.attention.kernels.wrappers import (
-    leaves_small_tiles,
-    takes_any_value_dim,
-)
+from burst_mcore.attention.kernels.wrappers import leaves_small_tiles, takes_any_value_dim
 
 _aten = torch.ops.aten
 _no_seed = partial(torch.zeros, dtype=torch.int64)  # dropout seed and offset of a call without dropout
@@ -187,7 +184,7 @@ def _cudnn_supports(problem: Problem) -> str | None:
     if problem.documents:
         return (
             "documents give its tiles new shapes in every call, and it plans a shape for up to 0.2 s: choose "
-            "'aten-flash', 'flash2', 'flash3', 'flash4', 'te' or 'triton'"
+            "'aten-flash', 'flash2', 'flash3', 'flash4' or 'triton'"
         )
     return half_on_cuda(problem, largest_head_dim=128)
 
@@ -221,4 +218,4 @@ FLASH = Kernel(
     _flash_backward,
     abilities=Abilities(windows=True, packed=True),
 )
-KERNELS = tuple(map(takes_any_value_dim, (leaves_small_tiles(CUDNN, lambda scores: FLASH), FLASH)))
+KERNELS = tuple(map(takes_any_value_dim, (leaves_small_tiles(CUDNN, FLASH), FLASH)))

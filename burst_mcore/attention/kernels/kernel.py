@@ -48,11 +48,11 @@ class Scores(NamedTuple):
     deterministic: bool = False
     """Gradients are bitwise equal between runs."""
     max_logit: bool = False
-    """Whether forward returns the max logit of each head, too, if the kernel computes it."""
+    """Whether the max logit of each head is wanted, too."""
 
 
-Results = tuple[Tensor, ...]
-"""out and lse of a tile, and from some kernels the requested max logits: see `Forward`."""
+Results = tuple[Tensor, Tensor]
+"""out and lse of a tile: see `Forward`."""
 Shares = tuple[GradientShare, GradientShare]
 Gradients = tuple[Tensor, Tensor, Tensor]
 """dq, dk and dv of a tile: see `Backward`."""
@@ -63,7 +63,6 @@ class Forward(Protocol):
 
     Both results are new tensors that the caller may write. In rows without a key out is finite, and lse is
     -inf. lse is the natural logarithm, in at least float32; float64 where float32 would round too much.
-    The third result is [H]: the max logit, before a softcap.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results: ...
@@ -141,10 +140,6 @@ class Kernel:
     in_place: InPlace | None = None
     prepare: Callable[..., None] | None = None
     """(patterns, problem, device, *, forward): called before the tiles of a pass, with all their patterns."""
-    of_documents: Kernel | None = None
-    """The kernel that replaces this kernel under masks with documents."""
-    copies: bool = False
-    """Whether the kernel copies inputs that are views of some heads."""
 
     def max_logit(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Tensor:
         """Return the max logit of each head of a tile, [H], by one more forward: see `STEEP`."""
@@ -163,7 +158,7 @@ class Kernel:
         large: the results are large, and queries rotate: more launches may halve their memory.
         """
         if not (self.takes_delta or self.in_place):
-            if large and not (self.copies or inputs.k.shape[2] % 2) and (pattern.full or pattern.causal):
+            if large and inputs.k.shape[2] % 2 == 0 and (pattern.full or pattern.causal):
                 return self._by_halves(inputs, pattern, scores)
             inputs = inputs.with_output()
         if not self.in_place:

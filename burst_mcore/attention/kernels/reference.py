@@ -51,12 +51,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) 
     out = torch.einsum("bhgmn,bnhd->bmhgd", weights, v_BNHD).flatten(2, 3)
     of_lse = of_parts(q.dtype)
     lse_BHGM = (maxima.to(of_lse) + total.to(of_lse).log()).squeeze(-1)
-    results = out.to(q.dtype).contiguous(), lse_BHGM.flatten(1, 2)
-    if not scores.max_logit:
-        return results
-    if scores.softcap is not None:
-        maxima = _logits(_grouped(q, k.shape[2]), k_BNHD, pattern, scores._replace(softcap=None))
-    return *results, maxima.amax((0, 3, 4)).flatten()
+    return out.to(q.dtype).contiguous(), lse_BHGM.flatten(1, 2)
 
 
 def _backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:

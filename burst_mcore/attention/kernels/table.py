@@ -37,7 +37,6 @@ _FILES = {
     "flash2": "flash",
     "flash3": "flash",
     "flash4": "flash",
-    "te": "te",
     "triton": "triton",
     "reference": "reference",
 }
@@ -45,10 +44,10 @@ KERNELS: MutableMapping[str, Kernel] = _Table(_FILES)
 """All kernels by name."""
 
 PREFERENCE: dict[int | None, tuple[str, ...]] = {
-    8: ("flash2", "aten-flash", "te", "cudnn", "triton"),
-    9: ("flash3", "flash4", "te", "cudnn", "flash2", "aten-flash", "triton"),
-    10: ("flash4", "te", "cudnn", "flash2", "aten-flash", "triton"),
-    None: ("cudnn", "aten-flash", "flash2", "te", "triton"),
+    8: ("flash2", "aten-flash", "cudnn", "triton"),
+    9: ("flash3", "flash4", "cudnn", "flash2", "aten-flash", "triton"),
+    10: ("flash4", "cudnn", "flash2", "aten-flash", "triton"),
+    None: ("cudnn", "aten-flash", "flash2", "triton"),
 }
 """Names that "auto" tries on CUDA, by major compute capability, fastest first; None: any other device.
 The order is a guess: this project has measured none of these kernels yet. "auto" never chooses a kernel that
@@ -78,7 +77,7 @@ def choose(name: str, problem: Problem) -> Kernel:
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"unknown kernel {name!r}; legal: 'auto', {', '.join(map(repr, KERNELS))}")
-        kernel = _of_mask(name, problem)
+        kernel = KERNELS[name]
         reason = kernel.supports(problem)
         if reason is not None:
             raise ValueError(f"kernel {name!r} does not support this call: {reason}")
@@ -86,7 +85,7 @@ def choose(name: str, problem: Problem) -> Kernel:
         return kernel
     refusals: list[str] = []
     for each in by_rank(problem.device, problem.launches):
-        kernel = _of_mask(each, problem)
+        kernel = KERNELS[each]
         reason = kernel.supports(problem)
         if reason is None:
             level = logging.WARNING if kernel.name == "reference" else logging.INFO
@@ -105,18 +104,12 @@ def taking_delta(name: str, problem: Problem) -> Kernel:
     refusals = []
     ranked = by_rank(problem.device, problem.launches)
     for each in ranked if name == "auto" else [name]:
-        kernel = takes_delta(_of_mask(each, problem))
+        kernel = takes_delta(KERNELS[each])
         reason = kernel.supports(problem)
         if reason is None:
             return kernel
         refusals.append(f"{each}: {reason}")
     raise ValueError(f"a gradient came through lse, which no kernel here takes{_because(refusals)}")
-
-
-def _of_mask(name: str, problem: Problem) -> Kernel:
-    """Return the kernel of this name, or its replacement under masks with documents."""
-    kernel = KERNELS[name]
-    return kernel.of_documents if problem.documents and kernel.of_documents else kernel
 
 
 def by_rank(device: str, launches: Launches = LARGE) -> list[str]:

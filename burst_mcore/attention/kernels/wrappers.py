@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -53,8 +52,8 @@ def takes_any_value_dim(kernel: Kernel) -> Kernel:
         if q.shape[-1] == width:
             return kernel.forward(q, k, v, pattern, scores)
         dim = max(q.shape[-1], width)
-        out, *others = kernel.forward(padded(q, dim), padded(k, dim), padded(v, dim), pattern, scores)
-        return out[..., :width], *others
+        out, lse = kernel.forward(padded(q, dim), padded(k, dim), padded(v, dim), pattern, scores)
+        return out[..., :width], lse
 
     def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
         width, value_width = inputs.q.shape[-1], inputs.v.shape[-1]
@@ -99,24 +98,23 @@ def _padded_to(inputs: BackwardInputs, dim: int, value_dim: int) -> BackwardInpu
     return inputs._replace(q=q, k=k, v=padded(inputs.v, value_dim), dout=padded(inputs.dout, value_dim))
 
 
-def leaves_small_tiles(kernel: Kernel, to: Callable[[Scores], Kernel]) -> Kernel:
+def leaves_small_tiles(kernel: Kernel, other: Kernel) -> Kernel:
     """Return `kernel`, with tiles of fewer than LEAST rows or keys left to another kernel.
 
-    The other kernel must support the same problems. The first such tile is logged.
+    The other must support the same problems. The first such tile is logged.
     """
 
-    def chosen(pattern: Pattern, scores: Scores) -> Kernel:
+    def chosen(pattern: Pattern) -> Kernel:
         if min(pattern.shape) >= LEAST:
             return kernel
-        other = to(scores)
         _tell(kernel.name, other.name)
         return other
 
     def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
-        return chosen(pattern, scores).forward(q, k, v, pattern, scores)
+        return chosen(pattern).forward(q, k, v, pattern, scores)
 
     def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-        return chosen(pattern, scores).backward(inputs, pattern, scores)
+        return chosen(pattern).backward(inputs, pattern, scores)
 
     return replace(kernel, forward=forward, backward=backward)
 
@@ -140,7 +138,7 @@ def keeps_nan_where_seen(kernel: Kernel) -> Kernel:
         table = pattern.table_on(q.device)
         rows, columns = _spoiled(q), _spoiled(k, v)
         zeroed = _zeroed(q, rows), _zeroed(k, columns), _zeroed(v, columns)
-        out, lse, *_ = kernel.forward(*zeroed, pattern, scores)
+        out, lse = kernel.forward(*zeroed, pattern, scores)
         spoiled = (rows & table.any(1)) | _meet(columns, table.T)
         out[spoiled] = torch.nan
         lse.masked_fill_(spoiled[:, None], torch.nan)
