@@ -18,9 +18,7 @@ def launch(launcher: str, prepare: Callable[[], object]) -> None:
 
     Ranks that the program starts by torchrun, as in `trl sft`, run under the launcher, too.
     """
-    usage = (
-        f"usage: python -m {launcher} SCRIPT [ARGUMENTS]; for SCRIPT also: -m MODULE, a command such as trl"
-    )
+    usage = f"usage: python -m {launcher} SCRIPT [ARGUMENTS]; SCRIPT: a file, -m MODULE, or a command as trl"
     run = script_of(sys.argv[1:], launcher, usage)
     prepare()
     if "LOCAL_RANK" in os.environ:  # a rank, which starts no others

@@ -73,10 +73,8 @@ def no_argument(owner: str, names: Iterable[str], legal: Iterable[str], ours: Ma
         legal: the arguments that it has.
         ours: by the name of an argument, the replacement in a call of burst_attention.
     """
-    legal, answers = (
-        [*legal],
-        _ANSWERS | {name: f"write burst_attention(..., {x})" for name, x in ours.items()},
-    )
+    legal = [*legal]
+    answers = _ANSWERS | {name: f"write burst_attention(..., {x})" for name, x in ours.items()}
     problems = [f"{name}: {answers.get(name) or _nearest(name, legal)}" for name in names]
     return TypeError(f"{owner} has no argument {'; '.join(problems)}")
 

@@ -63,7 +63,7 @@ class Replaced:
             makes[self] = make
 
     def restore(self) -> None:
-        """Restore all names to their values without this instance."""
+        """Restore every name to the value that it would have without this instance."""
         for (owner, name), (value, makes) in list(self._layers.items()):
             if makes.pop(self, None) is not None:
                 for make in dict.fromkeys(makes.values()):
@@ -95,5 +95,4 @@ def _wrapped(
 
 
 def _makers(function: Callable[..., Any]) -> tuple[Any, ...]:
-    makers: tuple[Any, ...] = getattr(function, "_burst_makers", ())
-    return makers
+    return tuple(getattr(function, "_burst_makers", ()))

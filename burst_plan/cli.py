@@ -323,7 +323,7 @@ def doctor(
 ) -> None:
     """Predict what a configuration of DeepSpeed or Megatron does, whether it fits, what would be faster."""
     from burst_mcore.rates import Rates
-    from burst_plan.doctor.checkup import HERE, Asked, checkup
+    from burst_plan.doctor.checkup import HERE, Options, checkup
     from burst_plan.machines import machine
     from burst_plan.words import gpu as described
 
@@ -334,8 +334,8 @@ def doctor(
         if gpu:
             kind = described(gpu, min(world or 2, per_node or 8), -(-(world or 1) // (per_node or 8)))
         rates = None if rates_file is None else Rates.load(rates_file)
-        asked = Asked(seq=seq, world=world, per_node=per_node, machine=kind, rates=rates)
-        typer.echo("\n".join(list(checkup(config, model, asked))))
+        options = Options(seq=seq, world=world, per_node=per_node, machine=kind, rates=rates)
+        typer.echo("\n".join(list(checkup(config, model, options))))
     except REFUSED as error:
         _fail("doctor", error)
 

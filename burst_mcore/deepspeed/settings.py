@@ -47,7 +47,7 @@ def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
         raise RefusedError(
             SIZE,
             f'the JSON has the section "{KEY}" and no "{SIZE}": write beside the section how many ranks '
-            f'share a sequence ("{SIZE}": 1 for one)',
+            f'share a sequence ("{SIZE}": 1 for one; under Accelerate, its sp_size)',
         )
     size = config.get(SIZE, 1)
     if type(size) is not int or size < 1 or world % size:

@@ -133,7 +133,7 @@ def imbalance(layout: Sharded, mask: Mask, n: int, size: int) -> float:
 
 @lru_cache(maxsize=64)
 def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
-    """Return the first layout that balances `mask`, in the order of remote rows; else the most balanced.
+    """Return the layout with the fewest remote rows that balances `mask`; else the most balanced layout.
 
     make: the class Layout. See `Layout.for_mask`.
     """

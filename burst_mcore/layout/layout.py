@@ -45,7 +45,7 @@ class Layout:
         return self.rule.word
 
     def __getattr__(self, name: str) -> Any:
-        """Return a parameter of any kind: the default for another kind's."""
+        """Return a parameter of the layout, or the default of a parameter that only other kinds have."""
         if name not in DEFAULTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.rule, name, DEFAULTS[name])

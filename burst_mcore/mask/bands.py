@@ -27,13 +27,13 @@ def transposed(bands: Tensor) -> Tensor:
 
 
 def tightened(bands: Tensor) -> Tensor:
-    """Return bands [bands, 6] without rows and columns outside their diagonals, and without empty bands."""
+    """Return bands [bands, 6] shrunk to the rows and columns with a pair, without empty bands."""
     inner = tight(bands)
     return inner[has_pairs(inner)]
 
 
 def tight(bands: Tensor) -> Tensor:
-    """Return bands [bands, 6] without rows and columns outside their diagonals; empty bands stay."""
+    """Return bands [bands, 6] shrunk to the rows and columns with a pair; empty bands stay."""
     q0, q1, k0, k1, low, high = bands.unbind(1)
     q0, q1 = torch.maximum(q0, k0 - high), torch.minimum(q1, k1 - low)
     k0, k1 = torch.maximum(k0, q0 + low), torch.minimum(k1, q1 + high)

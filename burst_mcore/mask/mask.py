@@ -1,4 +1,4 @@
-"""Mask: the attending query-key pairs, as data over global positions.
+"""Mask: the query-key pairs that attention computes, by positions in the whole sequence.
 
 A mask is an intersection of terms; one kind of term is a union of masks. For planning a mask is lowered to
 `bands`: intersections and unions of masks are intersections and unions of bands, and all later code reads
@@ -135,8 +135,7 @@ class Mask:
         version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
         entry = _READ.get(cu_seqlens)
         if entry is None or entry[0] != version or version < 0:
-            entry = version, cls((documents_of(cu_seqlens),))
-            _READ[cu_seqlens] = entry
+            entry = _READ[cu_seqlens] = version, cls((documents_of(cu_seqlens),))
         mask: Mask = entry[1]
         return mask
 

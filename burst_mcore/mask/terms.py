@@ -149,7 +149,7 @@ class Blocks(Term):
 
 @dataclass(frozen=True)
 class Ranges(Term):
-    """The union of slices: bands that may overlap."""
+    """A union of slices, each a range of queries and a range of keys; slices may overlap."""
 
     digest: str
     slices: Tensor = field(compare=False)
@@ -288,9 +288,7 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
             f"cu_seqlens must be a list of integers that begins with 0 and ends with the sequence's length, "
             f"got {short(ends)}"
         )
-    down = (ends.diff() < 0).nonzero().flatten().tolist()
-    if down:
-        place = down[0]
+    for place in (ends.diff() < 0).nonzero().flatten().tolist()[:1]:
         raise ValueError(
             f"cu_seqlens must not descend, got {int(ends[place])}, {int(ends[place + 1])} at places {place}, "
             f"{place + 1}"

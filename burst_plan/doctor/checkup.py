@@ -33,7 +33,7 @@ HERE = "here"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Options:
     """Options of a command line, without configuration and model. Raises ValueError for illegal numbers."""
 
     seq: str | None
@@ -57,7 +57,7 @@ class Asked:
         return self.per_node or min(world, 8)
 
 
-def checkup(config: Path | None, model: str | None, asked: Asked) -> Iterator[str]:
+def checkup(config: Path | None, model: str | None, options: Options) -> Iterator[str]:
     """Yield a report on a configuration: its behaviour, its memory, and faster plans.
 
     Args:
@@ -67,13 +67,13 @@ def checkup(config: Path | None, model: str | None, asked: Asked) -> Iterator[st
         ValueError: illegal or contradictory options; also errors of `initialize`.
     """
     if config is not None:
-        return chain(_of_json(config, model or DEFAULT_MODEL, asked), [installed()])
+        return chain(_of_json(config, model or DEFAULT_MODEL, options), [installed()])
     if model is None:
         raise ValueError(
             "no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json, or Megatron's "
             "arguments as --model"
         )
-    return chain(_of_model(model, asked), [installed()])
+    return chain(_of_model(model, options), [installed()])
 
 
 OPTIONAL = {
@@ -93,23 +93,23 @@ def installed() -> str:
     return f"packages here: {present or 'none'}; not here: {absent or 'none'}"
 
 
-def _of_json(config: Path, model: str, asked: Asked) -> Iterator[str]:
+def _of_json(config: Path, model: str, options: Options) -> Iterator[str]:
     """Yield the report on DeepSpeed's JSON, with the step's model if it supports all settings."""
     quiet()
-    settings, length = config_dict(config), asked.length(_length_alone(model).get("seq"))
+    settings, length = config_dict(config), options.length(_length_alone(model).get("seq"))
     sizes, family = _sizes(model)
     size = settings.get("sequence_parallel_size", 1)
-    world = asked.world or (size if isinstance(size, int) and size > 0 else 1)
+    world = options.world or (size if isinstance(size, int) and size > 0 else 1)
     mask = sizes.mask(length)
     yield from examine(
-        config, world=world, per_node=asked.node(world), model=sizes, seq=length, machine=asked.machine,
-        rates=asked.rates, mask=mask_of(mask, length),
+        config, world=world, per_node=options.node(world), model=sizes, seq=length, machine=options.machine,
+        rates=options.rates, mask=mask_of(mask, length),
     )  # fmt: skip
     try:
         if family is not None:
             raise NotPredictedError(family)
         plan, attention = of_deepspeed(settings, world, sizes, length)
-        place, unknown = _place(world, asked)
+        place, unknown = _place(world, options)
         micro = settings.get("train_micro_batch_size_per_gpu", 1)
         batch = micro if isinstance(micro, int) else 1  # the Trainer sets "auto"
         if batch > 1:
@@ -121,16 +121,16 @@ def _of_json(config: Path, model: str, asked: Asked) -> Iterator[str]:
     yield from lines
 
 
-def _of_model(model: str, asked: Asked) -> Iterator[str]:
+def _of_model(model: str, options: Options) -> Iterator[str]:
     """Yield the review of Megatron's arguments, or a recommendation for a model without a configuration."""
     sizes, degrees = model_of(model)
-    length = asked.length(degrees.pop("seq", None))
+    length = options.length(degrees.pop("seq", None))
     configured = model.lstrip().startswith("--")
-    if asked.world is None and not configured:
+    if options.world is None and not configured:
         raise ValueError("give --world: the ranks that are to train the model")
-    world = asked.world or math.prod(degrees.get(name, 1) for name in ("tp", "cp", "pp"))
+    world = options.world or math.prod(degrees.get(name, 1) for name in ("tp", "cp", "pp"))
     try:
-        place, unknown = _place(world, asked)
+        place, unknown = _place(world, options)
         if unknown is not None:
             raise NotPredictedError(unknown)
         if not configured:
@@ -184,13 +184,13 @@ def _sizes(model: str) -> tuple[Model, str | None]:
         ), str(error)  # fmt: skip
 
 
-def _place(world: int, asked: Asked) -> tuple[Cluster, str | None]:
+def _place(world: int, options: Options) -> tuple[Cluster, str | None]:
     """Return the cluster, and the reason if its speed is unknown; "here" has this machine's devices.
 
     Raises:
         NotPredictedError: ranks that do not fill whole nodes.
     """
-    kind, per_node, unknown = asked.machine, asked.node(world), None
+    kind, per_node, unknown = options.machine, options.node(world), None
     if world > per_node and world % per_node:
         raise NotPredictedError(f"{world} ranks do not fill nodes of {per_node}")
     ranks = Ranks(world, min(world, per_node))
@@ -200,7 +200,7 @@ def _place(world: int, asked: Asked) -> tuple[Cluster, str | None]:
     if kind is None:
         unknown = "no known GPU is here: name a machine by --device, such as h100, or describe it by --gpu"
         cuda = torch.cuda.is_available()
-        rates = asked.rates or default_rates("cuda" if cuda else "cpu")
+        rates = options.rates or default_rates("cuda" if cuda else "cpu")
         memory = torch.cuda.get_device_properties(0).total_memory if cuda else math.inf
         return Cluster(ranks=ranks, rates=rates, peak=math.inf, memory=memory), unknown
-    return Cluster.of(kind, ranks, f"{kind.name} x {world}", asked.rates), None
+    return Cluster.of(kind, ranks, f"{kind.name} x {world}", options.rates), None

@@ -59,15 +59,15 @@ def of_deepspeed(
     return plan, section.attention
 
 
-def _kept(asked: Checkpointing, model: Model, seq: int, cp: int) -> float:
+def _kept(checkpointing: Checkpointing, model: Model, seq: int, cp: int) -> float:
     """Return the share of the sequence that "segment" keeps; auto: the largest that fits its memory."""
-    if asked.policy != "segment":
+    if checkpointing.policy != "segment":
         return 1.0
-    if isinstance(asked.keep, float):
-        return asked.keep
-    assert asked.memory_gb is not None
+    if isinstance(checkpointing.keep, float):
+        return checkpointing.keep
+    assert checkpointing.memory_gb is not None
     layer = shard_of(model, Plan(framework="deepspeed", cp=cp), seq).result_bytes
-    return min(1.0, asked.memory_gb * 1e9 / (max(1, model.attending) * layer))
+    return min(1.0, checkpointing.memory_gb * 1e9 / (max(1, model.attending) * layer))
 
 
 def of_megatron(text: str, world: int, degrees: Mapping[str, int]) -> tuple[Plan, BurstConfig]:

@@ -126,28 +126,28 @@ def quiet() -> None:
 
 
 def recomputed(
-    asked: Checkpointing, layout: Layout, layers: int, seq: int, shard: Shard, size: int, mask: Mask
+    checkpointing: Checkpointing, layout: Layout, layers: int, seq: int, shard: Shard, size: int, mask: Mask
 ) -> str:
     """Return a note on the attention that checkpointed layers keep, and the share that they recompute.
 
     One micro-batch is in flight.
     """
-    if asked.policy in ("none", "full") or not layers:
-        return asked.policy
+    if checkpointing.policy in ("none", "full") or not layers:
+        return checkpointing.policy
     whole = shard.result_bytes
-    keep, at_most = (asked.keep if asked.policy == "segment" else 1.0), False
+    keep, at_most = (checkpointing.keep if checkpointing.policy == "segment" else 1.0), False
     if isinstance(keep, str):
-        assert asked.memory_gb is not None
-        keep, at_most = min(1.0, asked.memory_gb * 1e9 / (layers * whole)), True
+        assert checkpointing.memory_gb is not None
+        keep, at_most = min(1.0, checkpointing.memory_gb * 1e9 / (layers * whole)), True
     cut = cut_for(keep, layout, mask, seq, size, at_most=at_most)
     suffix = f"the last {cut.keep:.3g} of the sequence" if cut.position else "the whole sequence"
     moved = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
-    where = ", in pinned host memory" if asked.offload else ""
+    where = ", in pinned host memory" if checkpointing.offload else ""
     layer = cut.keep * whole
     return (
-        f"{asked.policy}: O and LSE of {suffix}{moved} are kept, on average {layer / 1e6:.3g} MB a layer and "
-        f"rank, {layer * layers / 1e9:.3g} GB in all{where}; {cut.time:.0%} of attention's forward is "
-        f"computed again"
+        f"{checkpointing.policy}: O and LSE of {suffix}{moved} are kept, on average {layer / 1e6:.3g} MB a "
+        f"layer and rank, {layer * layers / 1e9:.3g} GB in all{where}; {cut.time:.0%} of attention's forward "
+        f"is computed again"
     )
 
 

@@ -236,14 +236,14 @@ def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> st
     return f"{cut(str(exchange))}\n\na state has {_short(state)}; the busiest rank receives {_short(maximum)}"
 
 
-def exposed(drawing: Drawing, most: int = 5) -> str:
+def exposed(drawing: Drawing, limit: int = 5) -> str:
     """Describe exposed communication: the longest waits of the last rank to end."""
     waits, seconds = drawing.timeline.exposed(), drawing.timeline.seconds
     if not waits:
         return "exposed: nothing: the rank that ends last never waits for a message"
     total = sum(wait.seconds for wait in waits)
-    lines = "\n".join(f"  {wait}" for wait in waits[:most])
-    more = f"\n  and {len(waits) - most} shorter waits" if len(waits) > most else ""
+    lines = "\n".join(f"  {wait}" for wait in waits[:limit])
+    more = f"\n  and {len(waits) - limit} shorter waits" if len(waits) > limit else ""
     return (
         f"exposed: the rank that ends last waits {total * 1e3:.3g} of {seconds * 1e3:.3g} ms (predicted)\n"
         f"{lines}{more}"

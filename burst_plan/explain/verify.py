@@ -8,7 +8,7 @@ order of posting. A message completes once the batches of both its ends are at t
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
@@ -72,27 +72,36 @@ class _Rank:
     batch: list[Posted] = field(default_factory=list)
     """Messages of the ring step that is being posted."""
 
+    def __str__(self) -> str:
+        if self.executed == len(self.program):
+            return f"rank {self.number}, after its last step"
+        action = self.program[self.executed]
+        return f"rank {self.number}, step {action.step}: {action}"
+
     def fail(self, words: str) -> ValueError:
-        return ValueError(f"rank {self.number}: {words}")
+        return ValueError(f"{self}: {words}")
 
     def read(self, buffer: str) -> Token:
-        self._not_arriving(buffer)
+        self._not_in(self.receiving, buffer, "touched while a message arrives in it")
         if buffer not in self.holds:
             raise self.fail(f"{buffer} is read before anything arrived in it")
         return self.holds[buffer]
 
     def write(self, buffer: str, token: Token | None) -> None:
-        self._not_arriving(buffer)
-        if buffer == HOME or buffer in {send.buffer for sends in self.sending.values() for send in sends}:
-            raise self.fail(f"{buffer} is written while it is sent, or is the caller's")
+        self._not_in(self.receiving, buffer, "touched while a message arrives in it")
+        self._not_in(self.sending, buffer, "written while it is sent")
+        if buffer == HOME:
+            raise self.fail(f"{buffer} is written, but is the caller's")
         if token is None:
             self.holds.pop(buffer, None)
         else:
             self.holds[buffer] = token
 
-    def _not_arriving(self, buffer: str) -> None:
-        if buffer in {recv.buffer for recvs in self.receiving.values() for recv in recvs}:
-            raise self.fail(f"{buffer} is touched while a message arrives in it")
+    def _not_in(self, started: Mapping[Channel, Sequence[Send | Recv]], buffer: str, words: str) -> None:
+        """Raise ValueError if a started message has the buffer, and name its channel."""
+        for channel, messages in started.items():
+            if buffer in {message.buffer for message in messages}:
+                raise self.fail(f"{buffer} is {words}: no wait for {channel} since")
 
     def has(self, kind: Kind) -> set[int]:
         """Return the members whose share of a kind has arrived; all members without a head group."""
@@ -228,11 +237,7 @@ def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
     for (number, (link, kind, _)), queue in network.queues.items():
         if queue:
             heads[number].append(f"at the head of {link} {kind}: {queue[0]}")
-    return "; ".join(
-        f"rank {rank.number}, step {rank.program[rank.executed].step}: {rank.program[rank.executed]}"
-        + "".join(f" ({head})" for head in heads[rank.number])
-        for rank in stuck
-    )
+    return "; ".join(f"{rank}{''.join(f' ({head})' for head in heads[rank.number])}" for rank in stuck)
 
 
 def _reads(schedule: Schedule, ring_rank: int) -> dict[int, Rows | None]:
@@ -299,8 +304,6 @@ def _execute(network: _Network, rank: _Rank, action: Action) -> bool:
             _accumulate(rank, action)
         case Add():
             _add(rank, action)
-        case Return():
-            pass
         case Pack():
             _pack(rank, action)
         case Unpack():

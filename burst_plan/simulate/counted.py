@@ -137,18 +137,18 @@ class OfAll(Messages[Counted]):
     def together(self, rows: Carried[Counted], others: Carried[Counted]) -> Carried[Counted]:
         return others
 
-    def ahead(self, owner: int, i: int, j: int) -> Carried[Counted]:
+    def read_from(self, owner: int, i: int, j: int) -> Carried[Counted]:
         table = self._by_place[0]
         return (Counted(table, i * self._places + j, owner),)
 
-    def ahead_of_round(self, owner: int, i: int) -> Carried[Counted]:
+    def read_from_round(self, owner: int, i: int) -> Carried[Counted]:
         return (Counted(self._by_round[0], i, owner),)
 
-    def so_far(self, owner: int, i: int, j: int) -> Carried[Counted]:
+    def read_until(self, owner: int, i: int, j: int) -> Carried[Counted]:
         table = self._by_place[1]
         return (Counted(table, i * self._places + j, owner),) if elsewhere(i, j) else ()
 
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried[Counted]:
+    def read_until_round(self, owner: int, i: int) -> Carried[Counted]:
         return (Counted(self._by_round[1], i, owner),) if i > 0 else ()
 
     def remote(self, owner: int) -> Carried[Counted]:

@@ -36,13 +36,8 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
         return f"the rule is {1 / ratio - 1:.0%} behind {rival}, which settings reach; {kernel_share}"
     if ratio > AS_FAST:
         return f"fastest of the candidates: the next, {rival}, takes {ratio - 1:.0%} longer; {kernel_share}"
-    if ratio >= 1:
-        behind = f"fastest of the candidates, with {rival} {ratio - 1:.2%} behind"
-        return f"{behind}; {_preferred(chosen, rival)}; {kernel_share}"
-    return (
-        f"as fast as {rival} ({1 / ratio - 1:.2%} slower, which the model cannot tell); "
-        f"{_preferred(chosen, rival)}; {kernel_share}"
-    )
+    gap = f"{ratio - 1:.2%} slower" if ratio >= 1 else f"{1 / ratio - 1:.2%} faster"
+    return f"tied with {rival} ({gap}); chosen because {_preferred(chosen, rival)}; {kernel_share}"
 
 
 def _preferred(chosen: Candidate, rival: Candidate) -> str:
@@ -54,6 +49,7 @@ def _preferred(chosen: Candidate, rival: Candidate) -> str:
         ("within nodes", chosen.intra_bytes, rival.intra_bytes),
     ):
         if ours != theirs:
-            saved = f"moves {1 - ours / theirs:.0%} fewer bytes {link}" if ours < theirs else ""
-            return f"it {saved or 'is the plainer'}"
-    return "it is the plainer"
+            return (
+                f"it moves {1 - ours / theirs:.0%} fewer bytes {link}" if ours < theirs else "it is plainer"
+            )
+    return "it is plainer"

@@ -17,9 +17,9 @@ ADAM = 12
 """Bytes of a parameter: a float32 copy and Adam's two moments (arXiv 1910.02054, section 3)."""
 FUSED_LOGITS = 5e9
 """Most bytes of logits that a fused loss holds at a time: a sixteenth of a GPU of 80 GB."""
-ON_GPU = LossChunks(most=FUSED_LOGITS, products=Products(torch.float32, torch.bfloat16))
+ON_GPU = LossChunks(max_bytes=FUSED_LOGITS, products=Products(torch.float32, torch.bfloat16))
 ON_CPU = LossChunks(
-    most=CHUNK_BYTES, products=Products(torch.bfloat16, torch.bfloat16), rows=2 * VOCABULARY_BLOCK
+    max_bytes=CHUNK_BYTES, products=Products(torch.bfloat16, torch.bfloat16), rows=2 * VOCABULARY_BLOCK
 )
 RESERVED = 2e9
 """Bytes of a GPU that CUDA, NCCL and the allocator's gaps take in addition to tensors: an assumption."""
@@ -197,12 +197,12 @@ def _tied(model: Model, plan: Plan) -> float:
     return 2.0 * model.head / plan.tp if model.tied and plan.pp == 1 and waits else 0.0
 
 
-def longest(fits: Callable[[int], bool], unit: int, most: int = 2**31) -> int:
+def longest(fits: Callable[[int], bool], unit: int, limit: int = 2**31) -> int:
     """Return the longest sequence that fits, in multiples of `unit`; 0 if none fits."""
     if not fits(unit):
         return 0
     low, high = 1, 2
-    while high * unit <= most and fits(high * unit):
+    while high * unit <= limit and fits(high * unit):
         low, high = high, 2 * high
     while high - low > max(1, low // 128):
         middle = (low + high) // 2

@@ -121,11 +121,11 @@ class LayerPart(NamedTuple):
 class LossChunks:
     """How a fused loss makes logits: in chunks, with the gradient of the head."""
 
-    most: float
-    """Most bytes of the logits of a chunk."""
+    max_bytes: float
+    """Bytes of the logits of a chunk, at most."""
     products: Products
     rows: int = 0
-    """Most rows of the head whose gradient is made in 16 bits before it is accumulated."""
+    """Rows of the head, at most, whose gradient is made in 16 bits before it is accumulated."""
 
 
 def layers(
@@ -248,7 +248,7 @@ def ends(model: Model, plan: Plan, shard: Shard, chunks: LossChunks) -> list[Lay
     product = 2.0 * min(vocab, chunks.rows) * model.hidden
     dtypes, columns = chunks.products, max(int(vocab), model.hidden)  # a chunk has logits and their gradients
     size = dtypes.logits.itemsize + (dtypes.gradients.itemsize if dtypes.gradients != dtypes.logits else 0)
-    chunk = automatic_chunk(shard.tokens, columns, dtypes, int(chunks.most)) * vocab * size
+    chunk = automatic_chunk(shard.tokens, columns, dtypes, int(chunks.max_bytes)) * vocab * size
     return [norm, LayerPart("logits", waits, chunk + product)]
 
 

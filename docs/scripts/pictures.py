@@ -114,7 +114,7 @@ def _boxes(
                 )
                 lines.append(f"dQ {action.source}: {said}")
             elif isinstance(action, Return):
-                yield last + 1, (rank, [f"dQ {rank} = kept", "+ sum of the others"])
+                yield last + 1, (rank, [f"dQ {rank} = own share", "+ sum of the others"])
         if lines:
             yield step, (block, lines)
 

@@ -142,10 +142,14 @@ RING, DOUBLE, HEADS = Route(1, 3), Route(2, 2), Route(1, 2, 2)
     [
         (RING, _without(Compute, step=1), "computed sources|gradient of"),
         (RING, _changed(Compute, {"source": 0}, step=1), "does not hold|computed"),
-        (RING, _without(Wait, step=0, channel=INTRA_DATA), "while a message arrives"),
+        (
+            RING,
+            _without(Wait, step=0, channel=INTRA_DATA),
+            "step 1: .* message arrives in it: no wait for intra data",
+        ),
         (RING, _without(Wait, step=3, channel=Channel(Link.INTRA, Kind.TOTAL)), "nobody waited"),
         (RING, _changed(Recv, {"buffer": "home"}, step=0), "caller's"),
-        (RING, _accumulated_into_what_is_sent, "written while it is sent"),
+        (RING, _accumulated_into_what_is_sent, "step 0: sum.* while it is sent: no wait for intra gradient"),
         (RING, _changed(Accumulate, {"buffer": "sum1"}, step=0), "before anything arrived|gradient of"),
         (RING, _without(Send, step=0, channel=INTRA_DATA), "deadlock"),
         (RING, _without(Accumulate, step=2), "gradient|before anything arrived"),
@@ -190,7 +194,7 @@ def _another_kind(rank, program):
     first = next(a.channel for a in program if isinstance(a, Send) and a.channel.link == Link.HEADS)
     kind = Kind.STAYING_OUT if first.kind != Kind.STAYING_OUT else Kind.STAYING_IN
     return [
-        dataclasses.replace(a, channel=a.channel._replace(kind=kind, part=99))
+        dataclasses.replace(a, channel=a.channel._replace(kind=kind, distance=99))
         if rank == 1 and getattr(a, "channel", None) == first
         else a
         for a in program

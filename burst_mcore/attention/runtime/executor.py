@@ -139,7 +139,7 @@ def transport_of(topology: Topology, route: Route, max_ctas: int) -> GroupTransp
 def _channels(rank: int, route: Route, pass_: Pass) -> tuple[Channel, ...]:
     """Return the channels of a pass in which every rank reads every row, in an order that all ranks share."""
     channels = (channel for channel, _ in posted_together(program(rank, route, pass_)) if channel is not None)
-    return tuple(sorted({channel._replace(part=0) for channel in channels}))
+    return tuple(sorted({channel._replace(distance=0) for channel in channels}))
 
 
 class Exchange(Protocol):

@@ -16,7 +16,7 @@ HOME = "home"
 PARTIAL = "partial"
 """The receive buffer of the sum of the previous nodes."""
 
-OWN_SHARE = "kept"
+OWN_SHARE = "own share"
 """The buffer of the local gradient of the rank's own block: it never rotates."""
 SUM = "sum"
 """The prefix of names of buffers that sum the gradients of rotating blocks."""
@@ -88,11 +88,11 @@ class Channel(NamedTuple):
 
     link: Link
     kind: Kind
-    part: int = 0
-    """The number of the wait, where messages of one link and kind have several."""
+    distance: int = 0
+    """The distance of the ranks, where messages of one link and kind have a wait for each; else 0."""
 
     def __str__(self) -> str:
-        return f"{self.link} {self.kind}{f' {self.part}' if self.part else ''}"
+        return f"{self.link} {self.kind}{f' {self.distance}' if self.distance else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +235,9 @@ def _of(rows: Carried[T]) -> str:
 
 
 def posted_together(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:
-    """Yield the program in parts: (channel, messages that start together), or (None, other actions).
+    """Yield a program in parts: (channel, its neighbouring sends and receives), or (None, other actions).
 
-    Neighbouring sends and receives of one channel start together.
+    The messages of a part start together.
     """
     for channel, group in groupby(program, key=lambda a: a.channel if isinstance(a, (Send, Recv)) else None):
         yield channel, list(group)

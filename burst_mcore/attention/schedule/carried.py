@@ -52,19 +52,19 @@ class Messages(Generic[T]):
         """Return the union of the rows."""
         return None
 
-    def ahead(self, owner: int, i: int, j: int) -> Carried[T]:
+    def read_from(self, owner: int, i: int, j: int) -> Carried[T]:
         """Return the rows of `owner` that are read in round i from place j on."""
         return None
 
-    def ahead_of_round(self, owner: int, i: int) -> Carried[T]:
+    def read_from_round(self, owner: int, i: int) -> Carried[T]:
         """Return the rows of `owner` that are read from round i on."""
         return None
 
-    def so_far(self, owner: int, i: int, j: int) -> Carried[T]:
-        """Return the rows of `owner` that others read in round i up to place j."""
+    def read_until(self, owner: int, i: int, j: int) -> Carried[T]:
+        """Return the rows of `owner` that others read in round i up to place j, j included."""
         return None if elsewhere(i, j) else ()
 
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried[T]:
+    def read_until_round(self, owner: int, i: int) -> Carried[T]:
         """Return the rows of `owner` that other nodes read up to round i."""
         return None if i > 0 else ()
 
@@ -133,8 +133,7 @@ class OfRingRank(Messages[range]):
         return self._reads
 
     def readers(self, size: int) -> Iterable[int]:
-        readers: list[int] = self._meets[self._ring_rank].nonzero().flatten().tolist()
-        return readers
+        return [*self._meets[self._ring_rank].nonzero().flatten().tolist()]
 
     def between(self, owner: int, reader: int) -> Carried:
         return self._some(self._reading.needed(owner, reader))
@@ -142,16 +141,16 @@ class OfRingRank(Messages[range]):
     def together(self, rows: Carried, others: Carried) -> Carried:
         return None if rows is None or others is None else self._some(union([*rows, *others]))
 
-    def ahead(self, owner: int, i: int, j: int) -> Carried:
+    def read_from(self, owner: int, i: int, j: int) -> Carried:
         return self._rows(owner, [place >= j for place in self._places("last", owner, i)])
 
-    def ahead_of_round(self, owner: int, i: int) -> Carried:
+    def read_from_round(self, owner: int, i: int) -> Carried:
         return self._rows(owner, [round_ >= i for round_ in self._places("last_round", owner)])
 
-    def so_far(self, owner: int, i: int, j: int) -> Carried:
+    def read_until(self, owner: int, i: int, j: int) -> Carried:
         return self._rows(owner, [place <= j for place in self._places("first", owner, i)])
 
-    def so_far_in_rounds(self, owner: int, i: int) -> Carried:
+    def read_until_round(self, owner: int, i: int) -> Carried:
         return self._rows(owner, [round_ <= i for round_ in self._places("first_round", owner)])
 
     def remote(self, owner: int) -> Carried:

@@ -42,10 +42,10 @@ def direct(ring_rank: int, size: int, *, gradients: bool, messages: Messages[T] 
         gradients: whether gradients go back.
         messages: the rows that each ring rank reads.
     """
-    return tuple(_Writer(ring_rank, size, messages, gradients).actions())
+    return tuple(_DirectWriter(ring_rank, size, messages, gradients).actions())
 
 
-class _Writer(Generic[T]):
+class _DirectWriter(Generic[T]):
     def __init__(self, ring_rank: int, size: int, messages: Messages[T], gradients: bool) -> None:
         self.ring_rank, self.size, self.messages, self.gradients = ring_rank, size, messages, gradients
         owners, readers = messages.owners(size), messages.readers(size)

@@ -1,4 +1,4 @@
-"""Head parallelism (Ulysses): the heads of each member, and the all-to-all around a ring's program."""
+"""Head parallelism (Ulysses): the heads of each rank of a head group, and their all-to-all around a ring."""
 
 from __future__ import annotations
 

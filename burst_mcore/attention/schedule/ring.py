@@ -64,7 +64,7 @@ def double_ring(
         messages: the rows of each message; messages without rows are left out.
         turn: 1 if blocks go to higher ring ranks, -1 if they go to lower ones.
     """
-    return _Writer(ring_rank, nodes, intra, gradients, messages, turn).program()
+    return _RingWriter(ring_rank, nodes, intra, gradients, messages, turn).program()
 
 
 def visits(nodes: int, intra: int, *, gradients: bool) -> list[tuple[int, range]]:
@@ -75,7 +75,7 @@ def visits(nodes: int, intra: int, *, gradients: bool) -> list[tuple[int, range]
     return rounds
 
 
-class _Writer(Generic[T]):
+class _RingWriter(Generic[T]):
     """The writer of the program of ring rank (m, l), round by round."""
 
     def __init__(
@@ -101,29 +101,33 @@ class _Writer(Generic[T]):
         return tuple(self.actions)
 
     def round(self, i: int, places: range) -> None:
-        current, incoming, onward = self.start, "", places.start == 0 and i < self.nodes - 1
+        """Write the steps of round i, in which a block visits these places j of a node."""
+        current, incoming = self.start, ""
+        onward = places.start == 0 and i < self.nodes - 1  # the first block goes on to the next node
         home_next = self.gradients and 0 < i == self.nodes - 1  # the blocks of this node come next
         # A sum or a block sent between nodes needs two buffers, and both share a link. So the larger sum
         # comes in the first half of a round, rounded up, and the block leaves after it. In a last round of
         # two steps, the node's own block comes in the second half.
-        turns = self.gradients and i > 1 and self.intra > 1 and (onward or self.intra == 2)
-        early = (self.intra + 1) // 2 if turns else 0
+        sum_first = self.gradients and i > 1 and self.intra > 1 and (onward or self.intra == 2)
+        departure = (self.intra + 1) // 2 if sum_first else 0  # the place j at which the block leaves
         for j in places:
-            source, arriving = self.held(i, j), ""
-            if onward and j == early:
+            source, arriving = self.owner_at(i, j), ""
+            if onward and j == departure:
                 incoming = _free(Kind.DATA, current, self.start)
-                comes, goes = (self.messages.ahead_of_round(self.held(at, 0), i + 1) for at in (i + 1, i))
+                owners = self.owner_at(i + 1, 0), self.owner_at(i, 0)
+                comes, goes = (self.messages.read_from_round(owner, i + 1) for owner in owners)
                 self.exchange(_INTER_DATA, incoming, self.start, comes, goes)
             if j + 1 in places or (home_next and j == self.intra - 1 > 0):
                 # Receive the block of the next step; send the block that the next rank needs in that step.
-                to, at, out = (i, j + 1, current) if j + 1 in places else (0, 1, HOME)
+                next_i, next_j, out = (i, j + 1, current) if j + 1 in places else (0, 1, HOME)
                 arriving = _free(Kind.DATA, current, incoming, self.start if onward else "")
-                comes, goes = (self.messages.ahead(self.held(to, of), to, at) for of in (at, at - 1))
+                owners = self.owner_at(next_i, next_j), self.owner_at(next_i, next_j - 1)
+                comes, goes = (self.messages.read_from(owner, next_i, next_j) for owner in owners)
                 self.exchange(_INTRA_DATA, arriving, out, comes, goes)
             if current == HOME or self.messages.reads(source):
                 self.actions.append(Compute(self.step, source, current))
             if self.gradients:
-                if j == early - 1:
+                if j == departure - 1:
                     self.wait(_INTER_GRADIENT)
                 self.follow(i, j, source, starts=j == places.start)
             if arriving:
@@ -142,7 +146,7 @@ class _Writer(Generic[T]):
             self.wait(_INTRA_GRADIENT)
         self.accumulate(i, j, source)
         if j < self.intra - 1:
-            comes, goes = (self.messages.so_far(self.held(i, at), i, j) for at in (j + 1, j))
+            comes, goes = (self.messages.read_until(self.owner_at(i, place), i, j) for place in (j + 1, j))
             following = _free(SUM, self.total, self.leaving)
             self.exchange(_INTRA_GRADIENT, following, self.total, comes, goes)
             self.total = following
@@ -152,12 +156,13 @@ class _Writer(Generic[T]):
     def leave_node(self, i: int, j: int, source: int) -> None:
         """Add the previous nodes' sum, and send the total to the next node, unless this node owns it."""
         self.wait(_INTER_GRADIENT)
-        if not nothing(self.messages.so_far_in_rounds(source, (i or self.nodes) - 1)):
-            first = nothing(self.messages.so_far(source, i, j))
-            rows = self.messages.so_far_in_rounds(source, i) if i > 0 else self.messages.remote(source)
+        if not nothing(self.messages.read_until_round(source, (i or self.nodes) - 1)):
+            first = nothing(self.messages.read_until(source, i, j))
+            rows = self.messages.read_until_round(source, i) if i > 0 else self.messages.remote(source)
             self.actions.append(Add(self.step, self.total, PARTIAL, first=first, rows=rows))
         if i > 0 and (i < self.nodes - 1 or self.intra > 1):  # nodes of one rank: `bring_home` sends last
-            comes, goes = (self.messages.so_far_in_rounds(self.held(at, j), i) for at in (i + 1, i))
+            owners = self.owner_at(i + 1, j), self.owner_at(i, j)
+            comes, goes = (self.messages.read_until_round(owner, i) for owner in owners)
             self.exchange(_INTER_GRADIENT, PARTIAL, self.total, comes, goes)
             self.leaving = self.total
 
@@ -168,8 +173,8 @@ class _Writer(Generic[T]):
             local_rows = self.messages.between(source, source)
             self.actions.append(Accumulate(self.step, source, OWN_SHARE, first=True, rows=local_rows))
             return
-        first = nothing(self.messages.so_far(source, i, j - 1))  # no earlier rank has added to the sum
-        rows = self.messages.so_far(source, i, j)
+        first = nothing(self.messages.read_until(source, i, j - 1))  # no earlier rank added to the sum
+        rows = self.messages.read_until(source, i, j)
         self.actions.append(Accumulate(self.step, source, self.total, first=first, rows=rows))
 
     def bring_home(self) -> None:
@@ -177,7 +182,7 @@ class _Writer(Generic[T]):
         if self.step > 1:  # sums are one ring step from home: the next ring rank owns this rank's block
             within = self.intra > 1
             channel = Channel(Link.INTRA if within else Link.INTER, Kind.TOTAL)
-            owner = self.at(self.m + self.turn * (not within), self.l + self.turn * within)
+            owner = self.ring_rank_at(self.m + self.turn * (not within), self.l + self.turn * within)
             comes, goes = (self.messages.remote(each) for each in (self.ring_rank, owner))
             if not nothing(goes):
                 self.complete(goes)
@@ -196,10 +201,11 @@ class _Writer(Generic[T]):
             self.actions.append(Add(self.step, TOTAL, self.total, first=True, rows=rows))
 
     def exchange(self, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]) -> None:
+        """Start receiving `into` from the ring rank before, and sending `out` to the one after."""
         inter = channel.link == Link.INTER
-        for kind, buffer, direction, rows in ((Recv, into, -self.turn, comes), (Send, out, self.turn, goes)):
+        for kind, buffer, offset, rows in ((Recv, into, -self.turn, comes), (Send, out, self.turn, goes)):
             if not nothing(rows):
-                peer = self.at(self.m + direction * inter, self.l + direction * (not inter))
+                peer = self.ring_rank_at(self.m + offset * inter, self.l + offset * (not inter))
                 self.actions.append(kind(self.step, channel, buffer, peer, rows))
                 self.started.add(channel)
 
@@ -208,11 +214,11 @@ class _Writer(Generic[T]):
             self.started.remove(channel)
             self.actions.append(Wait(self.step, channel))
 
-    def held(self, i: int, j: int) -> int:
-        """Return the owner of the block at this rank in round i, step j: i nodes and j ranks behind."""
-        return self.at(self.m - self.turn * i, self.l - self.turn * j)
+    def owner_at(self, i: int, j: int) -> int:
+        """Return the owner of the block at this rank in round i, place j: i nodes and j ranks behind."""
+        return self.ring_rank_at(self.m - self.turn * i, self.l - self.turn * j)
 
-    def at(self, node: int, local: int) -> int:
+    def ring_rank_at(self, node: int, local: int) -> int:
         return node % self.nodes * self.intra + local % self.intra
 
 

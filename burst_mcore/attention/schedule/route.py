@@ -124,8 +124,7 @@ def program(rank: int, route: Route, pass_: Pass, plan: Plan | None = None) -> P
 
 @lru_cache(maxsize=256)
 def _of_all(rank: int, route: Route, pass_: Pass) -> Program:
-    ring: Program = on_ring(route.placement.ring_rank(rank), route, PASSES[pass_])
-    return _around(ring, rank, route, pass_)
+    return _around(on_ring(route.placement.ring_rank(rank), route, PASSES[pass_]), rank, route, pass_)
 
 
 @cached_on_plan
@@ -160,6 +159,14 @@ def on_ring(ring_rank: int, route: Route, moves: Moves, messages: Messages[T] = 
     )
 
 
+LEGEND = (
+    "x<r: receive buffer x from rank r; x>r: send it; (n): n of its rows; [r]: compute with the block of r",
+    "home: own block; data: block of another rank; own share, sum: gradient of the own, of another block",
+    "partial: sum of the nodes before; total: complete sum, to the block's owner; x+=d[r]: add r's gradient",
+)
+"""The symbols and the names of buffers in a printed grid."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The programs of all ranks: to print, to verify, to cost. A rank executes its own, `program`."""
@@ -176,8 +183,8 @@ class Schedule:
         return len(self.programs)
 
     def __str__(self) -> str:
-        """Return a grid of step x rank: x<r receives from rank r, x>r sends, [r] computes."""
-        return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *grid(self.programs)])
+        """Return a grid of step x rank, with a legend."""
+        return "\n".join([f"{self.title}; {self.route}, {self.size} ranks", *grid(self.programs), *LEGEND])
 
 
 def grid(programs: Sequence[Program]) -> list[str]:
@@ -198,7 +205,6 @@ def grid(programs: Sequence[Program]) -> list[str]:
 
 def schedule(route: Route, pass_: Pass, plan: Plan | None = None) -> Schedule:
     """Return all ranks' programs of a pass."""
-    pass_ = Pass(pass_)
     programs = tuple(program(rank, route, pass_, plan) for rank in range(route.size))
     return Schedule(PASSES[pass_].title, route, programs, plan, queries_rotate=pass_ == Pass.QUERY)
 

@@ -161,11 +161,11 @@ def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool
         raise ValueError(f"it names the kinds of {len(kinds)} layers, and has {config['num_hidden_layers']}")
 
 
-def _named(config: Mapping[str, Any], own: dict[str, list[str]]) -> dict[str, Any]:
-    """Return a configuration with the usual names of sizes next to its family's, and its `own`."""
+def _named(config: Mapping[str, Any], names: dict[str, list[str]]) -> dict[str, Any]:
+    """Return a configuration with the usual names of sizes next to its own; names: this family's."""
     sizes_by_name = dict(config)
     sizes_by_name["mamba_inner"] = (config.get("mamba_expand") or 0) * (config.get("hidden_size") or 0)
-    for usual, others in (OTHER_NAMES | own).items():
+    for usual, others in (OTHER_NAMES | names).items():
         sizes = [config[name] for name in (usual, *others) if config.get(name) is not None]
         sizes_by_name |= {usual: sizes[0]} if sizes else {}
     for name, size in (config.get("linear_attn_config") or {}).items():  # Kimi's file
