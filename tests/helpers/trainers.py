@@ -70,12 +70,12 @@ def trl_trained(
     return figures, trainer
 
 
-def tokenizer():
-    """Words w3, w4, ... are tokens 3, 4, ..."""
+def tokenizer(count=VOCABULARY):
+    """Words w3, w4, ... are tokens 3, 4, ... of `count`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, VOCABULARY)}}
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{i}": i for i in range(3, count)}}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(

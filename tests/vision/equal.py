@@ -13,6 +13,7 @@ from torch import Tensor
 from burst_mcore.torch import parallelize
 
 GRIDS = [(1, 4, 4), (1, 2, 4), (1, 4, 6)]
+FILMS = [(2, 4, 4), (3, 2, 4)]
 ROWS = [[3, 45], [20]]
 TOKENS = 97
 """A prime: no layout divides it."""
@@ -30,15 +31,11 @@ def shared(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
     parallelize(model, dist.group.WORLD, reduction="mean", **options)
     loss: Tensor = model(**batch).loss
     loss.backward()
-    averaged(model)
-    return loss.detach()
-
-
-def averaged(model: Any) -> None:
     for p in model.parameters():
         if p.requires_grad and p.grad is not None:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
+    return loss.detach()
 
 
 def errors(found: Any, want: Any) -> tuple[float, str]:
@@ -65,6 +62,11 @@ def batch_for(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     One process gets packed rows apart: of them transformers looks up Gemma 3's blocks at restarted positions.
     """
+    if case in ("videos", "both"):
+        films = pictures(model, FILMS, "video")
+        images = pictures(model, GRIDS[:2]) if case == "both" else {}
+        rows = [[3], [20]] if images else [[], []]
+        return (batch_of(model, rows, TOKENS, images, films, ([45], [60])),) * 2
     images = {} if case == "text" else pictures(model, GRIDS)
     rows: list[list[int]] = {"text": [[], []], "some rows": [[3, 25, 55], []], "packed": [[3, 45], [20]]}.get(
         case, ROWS

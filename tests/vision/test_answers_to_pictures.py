@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from equal import GRIDS, ROWS, TOKENS
-from families import PLACE, batch_of, model_of, pictures
+from equal import ROWS, TOKENS, batch_for
+from families import PLACE, model_of
 from ranks import processes
 
 from burst_mcore.torch import RefusedError, parallelize
@@ -24,7 +24,7 @@ def _answers(rank, size):
     found = {}
     for name in FAMILIES:
         model = model_of(name).eval()
-        batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+        batch, _ = batch_for(model, "plain")
         inputs = {key: x for key, x in batch.items() if key != "labels"}
         other = copy.deepcopy(model)
         parallelize(other, dist.group.WORLD, reduction="sum", loss="model")
@@ -42,8 +42,9 @@ def _answers(rank, size):
     return found
 
 
-def test_evaluation_and_generate_are_those_of_one_process():
-    for found in processes(2, _answers):
+@pytest.mark.parametrize("size", [1, 2])
+def test_evaluation_and_generate_are_those_of_one_process(size):
+    for found in processes(size, _answers):
         for name, (loss, logits, last, alike) in found.items():
             assert loss < 1e-5 and logits < 1e-5 and last < 1e-5 and alike, (name, loss, logits, last)
 
@@ -52,7 +53,7 @@ def _costs(rank, size, towers):
     """(patches that this rank's tower saw, bytes of features that came in, bytes of their gradients)."""
     torch.use_deterministic_algorithms(False)
     model = model_of("qwen3_vl")
-    batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+    batch, _ = batch_for(model, "plain")
     parallelize(model, dist.group.WORLD, reduction="mean", towers=towers)
     patches, moved = [], {"all_gather": 0, "reduce_scatter": 0}
     model.model.visual.register_forward_pre_hook(lambda _, args: patches.append(len(args[0])))
@@ -68,10 +69,7 @@ def _costs(rank, size, towers):
         return scatter(mine, parts, **options)
 
     dist.all_gather, dist.reduce_scatter = gathers, scatters
-    try:
-        model(**batch).loss.backward()
-    finally:
-        dist.all_gather, dist.reduce_scatter = gather, scatter
+    model(**batch).loss.backward()
     return sum(patches), moved
 
 
@@ -98,7 +96,7 @@ def _alone(rank, size):
     """The worst error of logits where each rank evaluates a batch of its own, as Accelerate may."""
     torch.use_deterministic_algorithms(False)
     model = model_of("qwen3_vl").eval()
-    batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+    batch, _ = batch_for(model, "plain")
     batch["pixel_values"] = batch["pixel_values"] * (1 + rank)
     del batch["labels"]
     other = copy.deepcopy(model)
@@ -124,7 +122,7 @@ def test_a_tensor_with_an_entry_a_row_is_not_taken_for_one_of_images():
 def _bad(rank, size, kind):
     torch.use_deterministic_algorithms(False)
     model = model_of("qwen3_vl")
-    batch = batch_of(model, ROWS, TOKENS, pictures(model, GRIDS))
+    batch, _ = batch_for(model, "plain")
     cp = parallelize(model, dist.group.WORLD, reduction="mean")
     if kind == "placeholders":
         batch["input_ids"][0, 60] = PLACE
@@ -133,6 +131,8 @@ def _bad(rank, size, kind):
         batch |= {"pixel_values": batch["pixel_values"][:24], "image_grid_thw": batch["image_grid_thw"][:2]}
     if kind == "pixels" and rank == 1:
         batch["pixel_values"] = batch["pixel_values"] * 1.5
+    if kind == "lists":  # of pixels
+        batch["pixel_values"] = [[x + rank] for x in batch["pixel_values"].split(24)]
     if kind == "column":
         batch["boxes"] = torch.zeros(3, 4)
     if kind == "tree":
@@ -149,6 +149,7 @@ BAD = {
     "placeholders": "Image features and image tokens do not match, tokens: 13, features: 12",
     "images": "ranks of a CP group were given different whole batches",
     "pixels": "ranks of a CP group were given different whole batches",
+    "lists": "ranks of a CP group were given different whole batches",
     "column": "boxes [3, 4] enters Qwen3VLTextModel whole, and nobody shards it",
     "tree": "does not know its branches: use rows apart",
     "statistics": "token_stats is of shards, and batches with images are whole",

@@ -10,6 +10,9 @@ FEW = ("qwen3_vl", "gemma3", "llava_next", "smolvlm")
 """Positions and features of several dims, blocks of images, tiles, rows of images."""
 
 
+VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "llava_next_video", "video_llava")
+
+
 def check(size, names, case="plain", **options):
     for found in processes(size, compared, names, case, options):
         assert found.keys() == set(names)
@@ -50,3 +53,13 @@ def test_the_models_own_loss():
 
 def test_a_hybrid_text_tower():
     check(2, ("qwen3_5",))
+
+
+def test_a_tower_that_gives_more_than_features_is_whole_on_each_rank():
+    check(2, ("ovis2",))
+
+
+@pytest.mark.parametrize("case", ["videos", "both"])
+@pytest.mark.parametrize("towers", ["shared", "whole"])
+def test_videos_alone_and_beside_images(case, towers):
+    check(2, VIDEOS, case, towers=towers)

@@ -6,12 +6,15 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from equal import compared
-from families import CLASSES, config_of
+from families import CLASSES, SIDE, config_of, model_of
 from ranks import processes
+from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from burst_mcore.torch import parallelize
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.supported import use_burst
 
@@ -46,16 +49,33 @@ def _class_of(name: str) -> Any:
 
 
 def _as_it_is(name: str, error: str) -> tuple[str, str]:
-    """Of a model that these tests do not build small: whether its own configuration is refused."""
-    try:
-        with torch.device("meta"):
-            model = _class_of(name)._from_config(CONFIG_MAPPING[name](), attn_implementation="eager")
-        use_burst(model, 2)
-    except RefusedError as refused:
-        return "refused", str(refused)
-    except Exception as again:
-        return "not built", f"{type(again).__name__}: {str(again)[:160]}"
+    """Of a model that one process does not train on images: whether it is refused, tiny or on no device."""
+    for attempt in (_with_pixels, _of_text, _own):
+        try:
+            attempt(name)
+        except RefusedError as refused:
+            return "refused", str(refused)
+        except Exception:
+            continue
     return "not built", error
+
+
+def _with_pixels(name: str) -> None:
+    _of_text(name, pixel_values=torch.zeros(1, 3, SIDE, SIDE))
+
+
+def _of_text(name: str, **pixels: Tensor) -> None:
+    _refuse_large(name)
+    model = model_of(name)
+    parallelize(model, dist.group.WORLD, reduction="mean")
+    batch = {"input_ids": torch.arange(3, 67)[None], "shift_labels": torch.arange(3, 67)[None]}
+    model(**batch, position_ids=torch.arange(64)[None], **pixels)
+
+
+def _own(name: str) -> None:
+    with torch.device("meta"):
+        model = _class_of(name)._from_config(CONFIG_MAPPING[name](), attn_implementation="eager")
+    use_burst(model, 2)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,8 @@ class SequenceParallel:
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Return [rows, tokens, ...] of the whole sequence."""
+        if self.group is None:
+            return x
         whole: Tensor = WholeTokens.apply(x, self.group, self.config.layout, self.factor)  # type: ignore[no-untyped-call]
         return whole
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from burst_mcore.agreement import integers_of
 from burst_mcore.attention.runtime.topology import Topology
@@ -241,7 +242,13 @@ class _Forwards:
         keep = kept(arguments)
         columns: dict[str, Any] = {**arguments, KEEP: keep}
         columns, others = (columns, {}) if self.of.text is None else apart(columns)
-        seen = {f"of {name}": summary(x) for name, x in others.items() if isinstance(x, Tensor)}
+        seen = {
+            f"of {name} {i}": summary(each)
+            for name, x in arguments.items()
+            if name in others or isinstance(x, list | tuple)
+            for i, each in enumerate(tree_leaves(x))
+            if isinstance(each, Tensor)
+        }
         sharding = {**self.of.sharding, "whole": False}
         part, batch = shard_of_whole_batch(columns | seen, sharding, self.of.group)
         part = {name: x for name, x in part.items() if name not in (KEEP, *seen)}

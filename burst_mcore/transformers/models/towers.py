@@ -31,6 +31,8 @@ METHODS = ("get_image_features", "get_video_features")
 PIXELS = ("pixel_values", "pixel_values_videos")
 OF_IMAGES = ("grid_thw", "image_sizes", "pixel_attention_mask")
 """The ends of names of other tensors with an entry for each image; a tensor for each row has other names."""
+OUTPUTS = ("last_hidden_state", "pooler_output", "hidden_states", "attentions", "deepstack_features")
+"""What a tower's output may have, to be gathered: of anything else nobody knows whether images have it."""
 
 
 def attach_towers(model: nn.Module, of: SequenceParallel) -> None:
@@ -143,8 +145,10 @@ class Images:
 def _streams(out: Any, images: int) -> list[Any] | None:
     """Return an output's features, [pooled, by layer ...]: each a tensor, or at most `images` of them.
 
-    None where they are something else.
+    None where they are something else, or not alone.
     """
+    if not isinstance(out, dict) or {*out} - {*OUTPUTS}:
+        return None
     streams = [getattr(out, "pooler_output", None), *(getattr(out, "deepstack_features", None) or ())]
     told = (
         isinstance(x, Tensor)
