@@ -44,7 +44,7 @@ class Meeting(NamedTuple):
 
 
 class GoneError(RuntimeError):
-    """A rank waited in vain: those that wait for it are told, those in a pass name their ring step."""
+    """A rank has gone. Ranks that wait for it are told; ranks in a pass name their own ring step."""
 
 
 class Watch:

@@ -1,7 +1,7 @@
 """DeepSpeed and Hugging Face: unmodified causal LMs train over sharded sequences, by DeepSpeed's JSON.
 
     section                the section "burst_attention" of the JSON: its keys and its errors
-    settings               DeepSpeed's settings that matter here, and those that are refused
+    settings               DeepSpeed's own settings: reading and refusals
     groups                 the CP groups, as DeepSpeed takes them; the mean of gradients over all ranks
     cpu                    DeepSpeed on a CPU, over gloo, without a compiler
     initialize             from a model and the JSON to an engine that trains over sharded sequences

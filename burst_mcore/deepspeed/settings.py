@@ -1,4 +1,4 @@
-"""DeepSpeed's own settings, read as DeepSpeed reads them, and those that are wrong with sharded sequences."""
+"""DeepSpeed's own settings, as DeepSpeed reads them, and refusals of those that shards rule out."""
 
 from __future__ import annotations
 

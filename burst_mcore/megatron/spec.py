@@ -42,12 +42,12 @@ def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str
     if burst_config is not None:
         params = {"burst_config": burst_config, "mla_latent": mla_latent or "off"}
         return ModuleSpec(module=BurstCoreAttention, params=params)
-    given = arguments.command_line()
-    use_burst(given)
+    parsed = arguments.command_line()
+    use_burst(parsed)
     params = {
-        "burst_config": arguments.burst_config(given),
-        "rates": arguments.rates_of(given),
-        "mla_latent": mla_latent or arguments.mla_latent(given),
+        "burst_config": arguments.burst_config(parsed),
+        "rates": arguments.rates_of(parsed),
+        "mla_latent": mla_latent or arguments.mla_latent(parsed),
     }
     return ModuleSpec(module=BurstCoreAttention, params=params)
 
@@ -219,12 +219,12 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
 
     def resolve(self) -> ModuleSpec:
         """Return the spec for the current arguments."""
-        given = arguments.command_line()
-        if not vars(given):
+        parsed = arguments.command_line()
+        if not vars(parsed):
             raise RuntimeError("this spec follows Megatron's arguments, which it has not parsed yet")
         from megatron.training.arguments import core_transformer_config_from_args
 
-        return self._resolve(core_transformer_config_from_args(given))
+        return self._resolve(core_transformer_config_from_args(parsed))
 
     def __call__(self, args: Any, config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
         """Return the spec for `config`: slime calls the object of `--spec`, if it is callable."""

@@ -38,7 +38,7 @@ ALONE = "burst_mcore_alone"
 
 
 def replace(setting: str, places: Iterable[Place]) -> None:
-    """Replace names that a setting of Accelerate's has to itself, and those that are the same for all."""
+    """Replace the places of one setting of Accelerate, and the places that all settings share."""
     from accelerate import Accelerator
     from transformers import Trainer
 
@@ -148,7 +148,7 @@ def operations_of_a_rank(own: AnyMethod, self: Any, inputs: Any) -> float:
         return float(own(self, inputs)) / sharing(self)
     left_out = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
     sharded = (p for p in self.model.parameters() if not p.numel() and id(p) not in left_out)
-    operations = 6 * inputs[column].numel() * sum(p.ds_numel for p in sharded)
+    operations = 6 * inputs[column].numel() * sum(getattr(p, "ds_numel", 0) for p in sharded)
     return float(own(self, inputs) + operations) / sharing(self)
 
 

@@ -40,7 +40,7 @@ TOWER: dict[str, Any] = {
     **{name: size for size, names in ALIKE.items() for name in names.split()},
     **{"deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "global_attn_indexes": [1]},
 }
-"""What configurations of towers, and of what is around them, are given of the keys that they have."""
+"""Values of the keys of configurations of towers, and of models around them."""
 TILES = ("llava_next", "llava_next_video", "llava_onevision")
 MUSES = ("muse_glimmer", "muse_spark")
 TEXT: dict[str, dict[str, Any]] = {
@@ -97,26 +97,26 @@ def config_of(name: str) -> Any:
     kind = CONFIG_MAPPING[name]
     own = kind()
     text = own.get_text_config()
-    given = {key: size for key, size in SIZES.items() if _has(text, key)} | _layers(text)
-    given |= {key: 0.0 for key in vars(text) if "drop" in key}
+    values = {key: size for key, size in SIZES.items() if _has(text, key)} | _layers(text)
+    values |= {key: 0.0 for key in vars(text) if "drop" in key}
     wide = {key: x for key, x in vars(text).items() if isinstance(x, tuple | list)}
-    given |= {key: [given[key]] * len(x) for key, x in wide.items() if isinstance(given.get(key), int)}
+    values |= {key: [values[key]] * len(x) for key, x in wide.items() if isinstance(values.get(key), int)}
     if "_heterogeneity_spec" in vars(text):
-        given["per_layer_config"] = None
+        values["per_layer_config"] = None
     rope = getattr(text, "rope_parameters", None) or {}
     modeling = importlib.import_module(type(text).__module__.replace(".configuration_", ".modeling_"))
     if "rope_theta" in rope and "mrope_section" in inspect.getsource(modeling):
-        given["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
-    given |= PARTICULAR.get(text.model_type, {}) | TEXT.get(name, {})
+        values["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
+    values |= PARTICULAR.get(text.model_type, {}) | TEXT.get(name, {})
     if text is own:
         towers = {key: x for key, x in _seeing(own).items() if key in own.sub_configs}
-        return kind(**given, **towers, **WHOLE.get(name, {}))
+        return kind(**values, **towers, **WHOLE.get(name, {}))
     places = {key: token for key, token in PLACES.items() if hasattr(own, key)}
     parts = _seeing(own)
     for key, of in own.sub_configs.items():
         part = getattr(own, key) or (of() if key == "vision_config" else None)
         if part is text:
-            parts[key] = {**text.to_dict(), **given}
+            parts[key] = {**text.to_dict(), **values}
         elif part is not None:
             more = {key: x for key, x in TOWERS.get(name, {}).items() if key in vars(part)}
             parts[key] = {**part.to_dict(), **_seeing(part), **more}
@@ -280,11 +280,11 @@ def batch_of(
 def features_of(model: Any, columns: dict[str, Tensor], kind: str, count: int) -> list[int]:
     """How many features each of `count` images or videos has."""
     with torch.no_grad():
-        given = {key: x for key, x in columns.items() if key != "second_per_grid_ts"}
-        out = maker(model, kind)(**given, return_dict=True)
-    found = out.last_hidden_state if out.pooler_output is None else out.pooler_output
-    if not isinstance(found, Tensor) and len(found) == count:
-        return [len(x) for x in found]
-    if not isinstance(found, Tensor) or found.dim() > 2:
-        found = torch.cat([x.flatten(0, -2) for x in found])
-    return [len(found) // count] * count
+        inputs = {key: x for key, x in columns.items() if key != "second_per_grid_ts"}
+        out = maker(model, kind)(**inputs, return_dict=True)
+    features = out.last_hidden_state if out.pooler_output is None else out.pooler_output
+    if not isinstance(features, Tensor) and len(features) == count:
+        return [len(x) for x in features]
+    if not isinstance(features, Tensor) or features.dim() > 2:
+        features = torch.cat([x.flatten(0, -2) for x in features])
+    return [len(features) // count] * count

@@ -293,7 +293,7 @@ class Plan:
 
 PLANS = 64
 """The number of cached plans, of the most recent masks, layouts and lengths. A batch needs one for each of
-its rows and kinds of layers, and the next batch, which is planned ahead, as many again."""
+its rows and kinds of layers."""
 
 
 @lru_cache(maxsize=PLANS)
