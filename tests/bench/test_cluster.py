@@ -37,7 +37,7 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
     before = networks()
     code = (
         "import test_cluster as t; from burst_bench import emulate; "
-        f"emulate.run(t.Ranks(4, 2), t.RATES, t.sleeps, {str(tmp_path)!r})"
+        f"emulate.run(t.topology.Ranks(4, 2), t.RATES, t.sleeps, {str(tmp_path)!r})"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     script = tmp_path / "main.py"
