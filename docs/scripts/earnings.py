@@ -120,7 +120,7 @@ def page() -> str:
     """Return the page with the rows of today's model."""
     found = [by_cluster(*each) for each in itertools.product(CLUSTERS, NAMES)]
     text = with_rows(PAGE.read_text(), SUMMARY, summary([each for cells, _ in found for each in cells]))
-    return with_rows(text, BY_CLUSTER, (row for _, row in found))
+    return with_rows(text, BY_CLUSTER, (row for _, row in found if row.startswith(("| 1x8", "| 8x8"))))
 
 
 if __name__ == "__main__":

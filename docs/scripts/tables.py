@@ -20,7 +20,6 @@ from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.config import SETTINGS, Setting
 from burst_mcore.deepspeed.section import KEYS, RECOMPUTE
-from burst_mcore.megatron.arguments import flag_of
 from burst_plan.step.figures import TABLE
 from burst_plan.step.memory import total
 from burst_plan.step.planned import planned
@@ -46,11 +45,6 @@ def _attention() -> str:
     )
 
 
-def _flags_of_megatron() -> str:
-    page = (DOCS / "frameworks/megatron-flags.md").read_text()
-    return with_rows(page, "Megatron's own, or BurstAttention |\n", _flags(), "| `--burst-rates` |")
-
-
 def _versions_of_megatron() -> str:
     return with_rows(
         (DOCS / "evidence/megatron-tests.md").read_text(),
@@ -62,7 +56,7 @@ def _versions_of_megatron() -> str:
 def _topology() -> str:
     return with_rows(
         (DOCS / "features/topology.md").read_text(),
-        "| heads | method | 64 GPUs | 256 GPUs | 1024 GPUs |\n|---|---|---|---|---|\n",
+        "| heads | method | 64 GPUs | 1024 GPUs |\n|---|---|---|---|\n",
         _through_nics(),
     )
 
@@ -72,7 +66,8 @@ def _section() -> str:
         (DOCS / "reference/deepspeed-section.md").read_text(),
         f"| key | legal | default | meaning |\n{'|---' * 4}|\n",
     )
-    page = with_rows(page, f"(../frameworks/deepspeed.md).\n\n{head}", _keys(KEYS))
+    others = {name: each for name, each in KEYS.items() if name not in SETTINGS}
+    page = with_rows(page, f"(`make tables` writes them):\n\n{head}", _keys(others))
     return with_rows(page, f'## "checkpointing"\n\n{head}', _keys(RECOMPUTE))
 
 
@@ -110,7 +105,6 @@ def _plan(words: Mapping[str, str], most: int) -> str | None:
 
 WRITERS: dict[str, Callable[[], str]] = {
     "features/attention.md": _attention,
-    "frameworks/megatron-flags.md": _flags_of_megatron,
     "evidence/megatron-tests.md": _versions_of_megatron,
     "features/topology.md": _topology,
     "reference/deepspeed-section.md": _section,
@@ -122,11 +116,11 @@ WRITERS: dict[str, Callable[[], str]] = {
 """What writes each page."""
 
 
-def with_rows(page: str, before: str, rows: Iterable[str], after: str = "\n") -> str:
-    """The page with these rows between `before` and the next line that begins with `after`."""
+def with_rows(page: str, before: str, rows: Iterable[str]) -> str:
+    """The page with these rows between `before` and the next empty line."""
     head, tail = page.split(before)
     rest = tail.splitlines(keepends=True)
-    end = next((i for i, line in enumerate(rest) if line.startswith(after)), len(rest))
+    end = next((i for i, line in enumerate(rest) if line == "\n"), len(rest))
     return "".join([head, before, *(f"{row}\n" for row in rows), *rest[end:]])
 
 
@@ -141,22 +135,18 @@ def _keys(keys: Mapping[str, Setting]) -> Iterable[str]:
         yield f"| `{name}` | {words} | `{json.dumps(default)}` | {meaning} |"
 
 
-def _flags() -> Iterable[str]:
-    for name, (default, _, meaning) in SETTINGS.items():
-        shown = "" if isinstance(default, bool) else _legal(name)
-        told = f"Turns off: {meaning[0].lower()}{meaning[1:]}" if default is True else meaning
-        yield f"| `{flag_of(name)}` | {shown} | {told} |"
-
-
 def _trained() -> Iterable[str]:
-    """Yield a row for each version of Megatron that tests/megatron/pretraining/versions.py trained."""
+    """Yield a row for the versions of Megatron that tests/megatron/pretraining/versions.py trained alike."""
     rows = json.loads((DOCS.parent / "benchmarks" / "megatron-versions.json").read_text())["rows"]
+    versions: dict[str, list[str]] = {}
     for tree in dict.fromkeys(row["tree"] for row in rows):
         of_tree = [row for row in rows if row["tree"] == tree]
         worst = max(row["worst relative difference"] for row in of_tree)
         launched = sum(row["way"] == "launcher" for row in of_tree)
-        version = f"{tree} ({of_tree[0]['version']})"
-        yield f"| {version} | runs: {launched} | runs: {len(of_tree) - launched} | {worst:.1e} |"
+        result = f"runs: {launched} | runs: {len(of_tree) - launched} | {worst:.1e}"
+        versions.setdefault(result, []).append(tree)
+    for result, trees in versions.items():
+        yield f"| {', '.join(trees)} | {result} |"
 
 
 TOKENS, NODE = 2**20, 8
@@ -174,7 +164,7 @@ Bytes = tuple[float, float]
 def _through_nics() -> Iterable[str]:
     """Yield a row for each method: the GB that pass the NIC of a GPU, forward and backward."""
     for heads, shape in SHAPES.items():
-        columns = [_ways(_share(gpus, *shape), Ranks(gpus, NODE)) for gpus in (64, 256, 1024)]
+        columns = [_ways(_share(gpus, *shape), Ranks(gpus, NODE)) for gpus in (64, 1024)]
         for method in columns[0]:
             yield f"| {heads} | {method} | {' | '.join(column[method] for column in columns)} |"
 

@@ -11,8 +11,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "features" / "hybrids.md").read_tex
 FLOAT = 4
 
 LAYERS = {
-    "Qwen3.5-35B, gated delta rule": (32 * 128 * 128, 32 * 128 * 128),
-    "Kimi Linear, KDA": (32 * 128 * 128, 32 * 128 * 128),
+    "Qwen3.5-35B, Kimi Linear": (32 * 128 * 128, 32 * 128 * 128),
     "Nemotron-H-8B, Mamba 2": (128 * 64 * 128, 128),
 }
 """By layer: numbers of a state, and of A."""

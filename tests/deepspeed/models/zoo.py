@@ -324,8 +324,8 @@ def page(found: dict[str, tuple[str, str]]) -> str:
 
 
 def _reason(words: str) -> str:
-    """What a refusal says, without the name of the class that it begins with."""
-    words = " ".join(words.split()).replace("|", "/")
+    """What a refusal says, without the class that it begins with, and without the legal kinds of layers."""
+    words = " ".join(words.split()).replace("|", "/").partition("; supported are ")[0]
     head, _, rest = words.partition("): ")
     if not head.startswith("refused ("):
         return words
