@@ -59,9 +59,9 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            legal, wanted = _legal(name, value)
+            legal, description = _legal(name, value)
             if not legal:
-                raise ValueError(f"Rates.{name} must be {wanted}, got {value!r}")
+                raise ValueError(f"Rates.{name} must be {description}, got {value!r}")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -108,8 +108,8 @@ def _legal(name: str, value: Any) -> tuple[bool, str]:
     unset = value is None and name in ("backward", "wave_backward")
     if name in ("latency", "fill", "wave", "wave_backward", "call", "crowding"):
         return unset or (_number(value) and 0 <= value < math.inf), "a number, not negative"
-    most = math.inf if name in ("exponentials", "memory") else sys.float_info.max
-    return unset or (_number(value) and 0 < value <= most), "a positive number"
+    maximum = math.inf if name in ("exponentials", "memory") else sys.float_info.max
+    return unset or (_number(value) and 0 < value <= maximum), "a positive number"
 
 
 def _number(value: object) -> bool:

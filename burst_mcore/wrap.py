@@ -25,11 +25,11 @@ def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]],
     original = vars(module)[name]
     if make in _makers(original):
         return
-    wrapped = _wrapped(original, make)
+    wrapper = _wrapped(original, make)
     for other in [loaded for place, loaded in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
         names = [key for key, value in list(getattr(other, "__dict__", {}).items()) if value is original]
         for key in names:
-            setattr(other, key, wrapped)
+            setattr(other, key, wrapper)
 
 
 def around(function: Callable[..., T]) -> Callable[[Callable[..., Any]], Callable[..., T]]:
@@ -89,9 +89,9 @@ def while_set(thing: Any, **values: Any) -> Iterator[None]:
 def _wrapped(
     original: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    wrapped = functools.wraps(original)(make(original))
-    wrapped._burst_makers = (*_makers(original), make)  # type: ignore[attr-defined]
-    return wrapped
+    wrapper = functools.wraps(original)(make(original))
+    wrapper._burst_makers = (*_makers(original), make)  # type: ignore[attr-defined]
+    return wrapper
 
 
 def _makers(function: Callable[..., Any]) -> tuple[Any, ...]:

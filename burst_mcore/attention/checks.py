@@ -61,13 +61,13 @@ def check_latent(q: Tensor, k: Tensor, v: Tensor, up: Tensor, *, may_be_empty: b
     _check_alike("q and the latent", (q, k, v, up))
 
 
-def _check_tensor(name: str, x: Tensor, wanted: str, may_be_empty: bool) -> None:
+def _check_tensor(name: str, x: Tensor, description: str, may_be_empty: bool) -> None:
     if isinstance(x, Tensor):
         check_dense(name, x)
     empty = isinstance(x, Tensor) and 0 in (x.shape[:1] + x.shape[2:] if may_be_empty else x.shape)
     if not isinstance(x, Tensor) or x.dim() != 4 or empty:
         actual = tuple(x.shape) if isinstance(x, Tensor) else brief(x)
-        raise ValueError(f"{name} must be a tensor {wanted}, got {actual}")
+        raise ValueError(f"{name} must be a tensor {description}, got {actual}")
 
 
 def check_dense(name: str, x: Tensor) -> None:

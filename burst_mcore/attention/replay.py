@@ -255,9 +255,9 @@ def _own_suffix(call: Call, cut: int, tokens: int) -> Rows:
     return (range(min(tokens, prefix), tokens),)
 
 
-def _suffix_on_ring(call: Call, cut: int, own: Rows) -> Rows:
+def _suffix_on_ring(call: Call, cut: int, local_rows: Rows) -> Rows:
     """Return the suffix rows on the ring, padding included: of this rank, or of its head group."""
-    rows = call.plan.rows_from(call.ring_rank, cut) if call.route.heads > 1 else own
+    rows = call.plan.rows_from(call.ring_rank, cut) if call.route.heads > 1 else local_rows
     return rows or (range(0),)
 
 

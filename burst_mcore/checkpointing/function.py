@@ -57,13 +57,13 @@ def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
         )
     if not is_recorded(policy):
         return function
-    record, called = Record(policy, _name(function)), False
+    record, has_run = Record(policy, _name(function)), False
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> T:
-        nonlocal called
-        if not called:
-            called = True
+        nonlocal has_run
+        if not has_run:
+            has_run = True
             with record.forward():
                 return function(*args, **kwargs)
         if not in_backward():

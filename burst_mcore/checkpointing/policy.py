@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.replay import SavedSuffix
 from burst_mcore.checkpointing.offload import OffloadedResults, may_move
-from burst_mcore.checkpointing.scope import Held, Policy
+from burst_mcore.checkpointing.scope import Policy, SavedResults
 from burst_mcore.words import brief
 
 
@@ -82,9 +82,9 @@ class Segment(Policy):
         assert self.memory_gb is not None
         return self._live.share(self.memory_gb * 1e9, size), True
 
-    def watch(self, held: Held, suffix: SavedSuffix) -> None:
+    def watch(self, results: SavedResults, suffix: SavedSuffix) -> None:
         if isinstance(self.keep, str):
-            self._live.count(held, sum(x.numel() * x.element_size() for x in suffix.tensors))
+            self._live.count(results, sum(x.numel() * x.element_size() for x in suffix.tensors))
 
 
 class _Live:
@@ -105,10 +105,10 @@ class _Live:
         share = min(1.0, budget / (self.most_calls * size))
         return share if self.bytes + share * size <= budget * (1 + 1e-9) else 0.0
 
-    def count(self, held: Held, size: int) -> None:
+    def count(self, results: SavedResults, size: int) -> None:
         self.calls, self.bytes = self.calls + 1, self.bytes + size
         self._most = max(self._most, self.calls)
-        weakref.finalize(held, self._gone, size).atexit = False
+        weakref.finalize(results, self._gone, size).atexit = False
 
     def _gone(self, size: int) -> None:
         self.calls, self.bytes = self.calls - 1, self.bytes - size
@@ -143,13 +143,13 @@ class Offload(Policy):
     def share(self, size: int) -> tuple[float, bool]:
         return self.policy.share(size)
 
-    def hold(self, suffix: SavedSuffix) -> Held:
+    def hold(self, suffix: SavedSuffix) -> SavedResults:
         if not may_move(suffix):
             return self.policy.hold(suffix)
-        moved = OffloadedResults(suffix, self._chain.last)
-        self._chain.last = weakref.ref(moved)
-        self.policy.watch(moved, suffix)
-        return moved
+        results = OffloadedResults(suffix, self._chain.last)
+        self._chain.last = weakref.ref(results)
+        self.policy.watch(results, suffix)
+        return results
 
 
 class _Chain:

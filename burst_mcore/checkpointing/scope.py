@@ -26,7 +26,7 @@ from burst_mcore.attention.replay import (
 from burst_mcore.checkpointing.offload import OnDevice
 
 
-class Held(Protocol):
+class SavedResults(Protocol):
     """Saved results of a suffix, on the device or on the host."""
 
     def take(self) -> SavedSuffix:
@@ -46,14 +46,14 @@ class Policy(ABC):
     def share(self, size: int) -> tuple[float, bool]:
         """Return (share of a call to save, whether it is an upper limit); size: bytes of its O and LSE."""
 
-    def hold(self, suffix: SavedSuffix) -> Held:
+    def hold(self, suffix: SavedSuffix) -> SavedResults:
         """Save the results of a call until the recomputation takes them."""
         results = OnDevice(suffix)
         self.watch(results, suffix)
         return results
 
-    def watch(self, held: Held, suffix: SavedSuffix) -> None:  # noqa: B027  # few policies count
-        """Count saved results for as long as `held` lives."""
+    def watch(self, results: SavedResults, suffix: SavedSuffix) -> None:  # noqa: B027  # few policies count
+        """Count saved results for as long as `results` lives."""
 
     def contexts(
         self,
@@ -89,7 +89,7 @@ class Record:
     def __init__(self, policy: Policy, name: str) -> None:
         self.policy, self.name = policy, name
         self.call_ids: list[CallId] = []
-        self.held: list[Held | None] = []
+        self.held: list[SavedResults | None] = []
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

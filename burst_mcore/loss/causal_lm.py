@@ -217,9 +217,9 @@ class StandIn:
         if not torch.equal(self.shift_labels.to(labels).flatten(), labels.flatten()):
             self.refuse("does not take shift_labels as they are for")
 
-    def refuse(self, done: str) -> NoReturn:
+    def refuse(self, use: str) -> NoReturn:
         raise TypeError(
-            f"{self.model} cannot be patched: with labels its forward {done} the logits, which are not made "
+            f"{self.model} cannot be patched: with labels its forward {use} the logits, which are not made "
             "(unpatch_causal_lm takes the patch back)"
         )
 

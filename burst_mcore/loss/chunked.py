@@ -63,11 +63,11 @@ class Head:
         if self.valid_tokens < len(valid):
             places = torch.nonzero_static(valid, size=self.valid_tokens)[:, 0]
         for first in range(0, self.valid_tokens, self.chunk_tokens):
-            at = slice(first, min(first + self.chunk_tokens, self.valid_tokens))
-            yield at if places is None else places[at]
+            rows = slice(first, min(first + self.chunk_tokens, self.valid_tokens))
+            yield rows if places is None else places[rows]
 
 
-class Wanted(NamedTuple):
+class Needs(NamedTuple):
     """The requested gradients, and whether metrics are requested."""
 
     hidden: bool
@@ -146,7 +146,7 @@ def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int
     return whole if whole < tokens else even
 
 
-def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, wanted: Wanted) -> LossPass:
+def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, needs: Needs) -> LossPass:
     """Return losses of all tokens, and the requested gradients.
 
     Chunks have only valid tokens: tokens with ignored labels are not computed.
@@ -156,60 +156,60 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
         labels: [tokens], of the whole vocabulary, or the ignored index.
         weights: [tokens] in at least float32: expected upstream gradients, up to a scalar. None: all equal.
         head: the head and the terms of its loss.
-        wanted: the requested gradients, and whether metrics are requested.
+        needs: the requested gradients, and whether metrics are requested.
     """
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
     columns = vocabulary.columns(labels, head.ignore_index)
-    chunk = LogitsChunk(head, wanted.any_gradient)
+    chunk = LogitsChunk(head, needs.any_gradient)
     split = None if weights is None else Weights.of(weights)
     token_losses = torch.zeros(tokens, dtype=full, device=hidden.device)
-    metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if wanted.metrics else None
-    gradients = Gradients(hidden, head, wanted)
-    for at in head.chunks(valid):
+    metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if needs.metrics else None
+    gradients = Gradients(hidden, head, needs)
+    for rows in head.chunks(valid):
         scale = None
-        if wanted.any_gradient:
-            scale = valid[at].to(full)
-            scale = scale if split is None else scale * split.mantissa[at]
-        statistics = chunk.run(hidden[at], columns[at], scale, wanted.metrics)
-        token_losses[at] = losses(statistics, head.terms, vocabulary.size).where(valid[at], 0.0)
+        if needs.any_gradient:
+            scale = valid[rows].to(full)
+            scale = scale if split is None else scale * split.mantissa[rows]
+        statistics = chunk.run(hidden[rows], columns[rows], scale, needs.metrics)
+        token_losses[rows] = losses(statistics, head.terms, vocabulary.size).where(valid[rows], 0.0)
         if metrics is not None:
-            z, valid_tokens = statistics[LABEL], valid[at]
-            metrics[0, at] = (z - statistics[LSE]).where(valid_tokens, 0.0)
-            metrics[1, at] = statistics[ENTROPY].where(valid_tokens, 0.0)
-            metrics[2, at] = (z >= statistics[LARGEST]).logical_and(valid_tokens).to(full)
-        gradients.add(chunk, at, None if split is None else split.power[at])
+            z, valid_tokens = statistics[LABEL], valid[rows]
+            metrics[0, rows] = (z - statistics[LSE]).where(valid_tokens, 0.0)
+            metrics[1, rows] = statistics[ENTROPY].where(valid_tokens, 0.0)
+            metrics[2, rows] = (z >= statistics[LARGEST]).logical_and(valid_tokens).to(full)
+        gradients.add(chunk, rows, None if split is None else split.power[rows])
     return LossPass(token_losses, gradients.hidden, gradients.weight, gradients.bias, metrics)
 
 
 class Gradients:
     """The requested gradients of hidden states, weight and bias, summed over chunks."""
 
-    def __init__(self, hidden: Tensor, head: Head, wanted: Wanted) -> None:
+    def __init__(self, hidden: Tensor, head: Head, needs: Needs) -> None:
         self.hidden: Tensor | None = None
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         full = wide(hidden.dtype)
-        if wanted.hidden:  # summands of ranks are rounded once, after the sum
+        if needs.hidden:  # summands of ranks are rounded once, after the sum
             dtype = hidden.dtype if head.vocabulary.group is None else full
             self.hidden = torch.zeros_like(hidden, dtype=dtype)
         self._is_fresh = head.valid_tokens > 0
         """Whether the weight's gradient is uninitialised: the first chunk sets it."""
-        if wanted.weight:
+        if needs.weight:
             make = torch.empty_like if self._is_fresh else torch.zeros_like
             self.weight = make(
                 head.weight, dtype=head.grad_weight_dtype, memory_format=torch.contiguous_format
             )
-        if wanted.bias and head.bias is not None:
+        if needs.bias and head.bias is not None:
             self.bias = torch.zeros_like(head.bias, dtype=full)
 
-    def add(self, chunk: LogitsChunk, at: slice | Tensor, power: Tensor | None = None) -> None:
-        """Add the gradients of a chunk of the tokens `at`. power: of the tokens' weights."""
+    def add(self, chunk: LogitsChunk, rows: slice | Tensor, power: Tensor | None = None) -> None:
+        """Add the gradients of a chunk of the tokens `rows`. power: of the tokens' weights."""
         if self.hidden is not None:
-            rows = self.hidden[at] if isinstance(at, slice) else torch.empty_like(self.hidden[: len(at)])
-            chunk.hidden_gradient(rows)
-            if not isinstance(at, slice):
-                self.hidden[at] = rows
+            out = self.hidden[rows] if isinstance(rows, slice) else torch.empty_like(self.hidden[: len(rows)])
+            chunk.hidden_gradient(out)
+            if not isinstance(rows, slice):
+                self.hidden[rows] = out
         chunk.add_to(self.weight, self.bias, power, fresh=self._is_fresh)
         self._is_fresh = False
 
@@ -240,9 +240,9 @@ def repair(
     valid = (labels != head.ignore_index).to(missing.dtype)
     chunk = LogitsChunk(head, gradients=True)
     split = Weights.of(missing)
-    for at in head.chunks(valid):
-        chunk.run(hidden[at], columns[at], valid[at] * split.mantissa[at], False)
-        chunk.add_to(d_weight, d_bias, split.power[at], alpha=alpha)
+    for rows in head.chunks(valid):
+        chunk.run(hidden[rows], columns[rows], valid[rows] * split.mantissa[rows], False)
+        chunk.add_to(d_weight, d_bias, split.power[rows], alpha=alpha)
 
 
 class LogitsChunk:

@@ -30,7 +30,7 @@ class DeferredHead(Protocol):
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Cross-entropy of the logits of `hidden` [..., d]; options are `fused_linear_cross_entropy`'s."""
 
-    def refuse(self, done: str) -> NoReturn:
+    def refuse(self, use: str) -> NoReturn:
         """Raise an error that names the model and its unsupported operation."""
 
 
@@ -136,11 +136,11 @@ class DeferredLogits:
             self.head.refuse(f"multiplies by {self.multiplier:g}, divides by {self.divisor:g}")
         return scale
 
-    def _number(self, other: Any, done: str) -> float:
+    def _number(self, other: Any, use: str) -> float:
         if isinstance(other, Tensor) and other.ndim == 0 and not other.requires_grad:
             return float(other)
         if not isinstance(other, int | float):
-            self.head.refuse(f"{done} by what is no plain number")
+            self.head.refuse(f"{use} by what is no plain number")
         return float(other)
 
     def __getattr__(self, name: str) -> NoReturn:

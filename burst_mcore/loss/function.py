@@ -11,7 +11,7 @@ from torch import Tensor
 from burst_mcore.dtypes import autocast, wide
 from burst_mcore.loss.arguments import LossArguments, LossCall, checked
 from burst_mcore.loss.checksums import same_on_all
-from burst_mcore.loss.chunked import Wanted, Weights, repair
+from burst_mcore.loss.chunked import Needs, Weights, repair
 from burst_mcore.loss.chunked import forward as losses_and_gradients
 from burst_mcore.loss.products import CACHED_ROWS, blocks
 
@@ -145,7 +145,7 @@ class _FusedLoss(torch.autograd.Function):
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, y != call.ignore_index, wide(hidden.dtype))
         head = call.head(weight, bias, call.valid_tokens)
-        results = losses_and_gradients(flat, y, w, head, Wanted(of_hidden, of_weight, of_bias, call.metrics))
+        results = losses_and_gradients(flat, y, w, head, Needs(of_hidden, of_weight, of_bias, call.metrics))
         loss, share = _reduced(results.losses, y, w, unit, call)
         d_hidden = results.hidden
         if d_hidden is not None:
@@ -254,11 +254,11 @@ def _handed_over(d_weight: Tensor, c: Tensor, dtype: torch.dtype, main_grad: Ten
         reused = dtype == d_weight.dtype and not _graph_is_kept()
         into = d_weight if reused else torch.empty_like(d_weight, dtype=dtype)
     step = CACHED_ROWS if d_weight.device.type == "cpu" else max(1, len(d_weight))
-    for at in blocks(d_weight, step):
+    for rows in blocks(d_weight, step):
         if main_grad is None:
-            torch.mul(d_weight[at], c, out=into[at])
+            torch.mul(d_weight[rows], c, out=into[rows])
         else:
-            into[at].addcmul_(d_weight[at], c)
+            into[rows].addcmul_(d_weight[rows], c)
     return into if main_grad is None else None
 
 

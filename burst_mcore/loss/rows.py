@@ -29,7 +29,7 @@ LOW = -1e30
 def logits_to_gradients(
     logits: Tensor,
     labels: Tensor,
-    own: Tensor | None,
+    label_logits: Tensor | None,
     scale: Tensor | None,
     terms: Terms,
     vocabulary: Vocabulary,
@@ -44,8 +44,8 @@ def logits_to_gradients(
     Args:
         logits: [tokens, v], this rank's part of the vocabulary, before cap and temperature.
         labels: [tokens], columns of the logits, -1 for a column of another rank.
-        own: [tokens], the labels' logits in at least float32 if `Products.apart`; then the labels' columns of
-            `out` are 0.
+        label_logits: [tokens], in at least float32 if `Products.apart`; then the labels' columns of `out` are
+            0.
         scale: [tokens] in at least float32. None: no gradients.
         terms: those of the loss.
         vocabulary: this rank's part of the vocabulary.
@@ -57,7 +57,7 @@ def logits_to_gradients(
         for another rank's columns), both in at least float32.
     """
     is_local, y = labels >= 0, labels.clamp(min=0)
-    z_label = _taken(logits, is_local, y) if own is None else own
+    z_label = _taken(logits, is_local, y) if label_logits is None else label_logits
     z_label = scaled(z_label.clone(), terms).where(is_local, LOW)
     work = _Blocks(logits, labels, out, terms, vocabulary.size)
     statistics = work.statistics(metrics, scale if vocabulary.group is None else None, z_label)
@@ -67,17 +67,17 @@ def logits_to_gradients(
     if vocabulary.group is not None:
         work.gradients(statistics[LSE], scale)
     columns = _columns(z_label, statistics[LSE], scale, terms, vocabulary.size).where(is_local, 0.0)
-    if own is None and out.shape[1]:
+    if label_logits is None and out.shape[1]:
         rows = is_local.nonzero()[:, 0]
         out[rows, y[rows]] = columns[rows].to(out.dtype)
     return statistics, columns
 
 
-def _taken(logits: Tensor, here: Tensor, y: Tensor) -> Tensor:
+def _taken(logits: Tensor, is_local: Tensor, y: Tensor) -> Tensor:
     full = wide(logits.dtype)
     if logits.shape[1] == 0:
         return logits.new_zeros(len(logits), dtype=full)
-    return logits.gather(1, y[:, None])[:, 0].to(full).where(here, 0.0)
+    return logits.gather(1, y[:, None])[:, 0].to(full).where(is_local, 0.0)
 
 
 def scaled(x: Tensor, terms: Terms) -> Tensor:

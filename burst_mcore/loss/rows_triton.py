@@ -118,15 +118,15 @@ def gradients_kernel(
 def logits_to_gradients(
     logits: Tensor,
     labels: Tensor,
-    own: Tensor | None,
+    label_logits: Tensor | None,
     scale: Tensor | None,
     terms: Terms,
     vocabulary: Vocabulary,
     out: Tensor,
     metrics: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `rows.logits_to_gradients` in float32; `own` must be None: GPUs have float32 logits."""
-    assert own is None
+    """`rows.logits_to_gradients` in float32; `label_logits` must be None: GPUs have float32 logits."""
+    assert label_logits is None
     tokens, size = logits.shape
     statistics = torch.empty((5, tokens), dtype=torch.float32, device=logits.device)
     columns = torch.zeros(tokens, dtype=torch.float32, device=logits.device)

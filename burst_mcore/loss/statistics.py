@@ -17,7 +17,7 @@ from torch import Tensor
 from burst_mcore.dtypes import autocast, wide
 from burst_mcore.loss.arguments import LossArguments, LossCall, checked
 from burst_mcore.loss.checksums import same_on_all
-from burst_mcore.loss.chunked import Gradients, Head, LogitsChunk, Wanted
+from burst_mcore.loss.chunked import Gradients, Head, LogitsChunk, Needs
 from burst_mcore.loss.rows import LOW, scaled, slope
 from burst_mcore.loss.terms import ENTROPY, LABEL, LSE
 from burst_mcore.words import brief
@@ -124,10 +124,10 @@ class _Statistics(torch.autograd.Function):
         head = replace(call.head(weight, bias, call.valid_tokens), exact=True)
         chunk = LogitsChunk(head, gradients=False)
         statistics = torch.zeros((3, len(y)), dtype=wide(hidden.dtype), device=hidden.device)
-        for at in head.chunks(valid):
-            z = scaled(chunk.logits(flat[at], columns[at]), head.terms).div_(divisors[at, None])
-            table = call.vocabulary.whole(_statistics(z, columns[at]))
-            statistics[:, at] = torch.stack([table[LABEL] - table[LSE], table[ENTROPY], table[LSE]])
+        for rows in head.chunks(valid):
+            z = scaled(chunk.logits(flat[rows], columns[rows]), head.terms).div_(divisors[rows, None])
+            table = call.vocabulary.whole(_statistics(z, columns[rows]))
+            statistics[:, rows] = torch.stack([table[LABEL] - table[LSE], table[ENTROPY], table[LSE]])
         ctx.call, ctx.shape = call, hidden.shape
         ctx.save_for_backward(flat, weight, bias, valid, columns, divisors, statistics)
         return statistics[:2].clone()
@@ -136,7 +136,7 @@ class _Statistics(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("token_statistics has no second derivative: backward without create_graph")
-        flat, weight, bias, valid, columns, divisors, statistics = ctx.saved_tensors
+        flat, weight, bias, valid, columns, divisors, table = ctx.saved_tensors
         call: LossCall = ctx.call
         group = call.vocabulary.group
         if group is not None and not same_on_all(group, upstream):
@@ -144,13 +144,13 @@ class _Statistics(torch.autograd.Function):
         head = replace(call.head(weight, bias, call.valid_tokens), exact=True)
         chunk = LogitsChunk(head, gradients=True)
         of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
-        gradients = Gradients(flat, head, Wanted(of_hidden, of_weight, of_bias, metrics=False))
-        for at in head.chunks(valid):
-            z = scaled(chunk.logits(flat[at], columns[at]), head.terms).div_(divisors[at, None])
+        gradients = Gradients(flat, head, Needs(of_hidden, of_weight, of_bias, metrics=False))
+        for rows in head.chunks(valid):
+            z = scaled(chunk.logits(flat[rows], columns[rows]), head.terms).div_(divisors[rows, None])
             chunk.gradients.copy_(
-                _gradient(z, columns[at], upstream[:, at], statistics[1:, at], divisors[at, None], head)
+                _gradient(z, columns[rows], upstream[:, rows], table[1:, rows], divisors[rows, None], head)
             )
-            gradients.add(chunk, at)
+            gradients.add(chunk, rows)
         d_hidden, d_weight, d_bias = gradients.hidden, gradients.weight, gradients.bias
         if d_hidden is not None:
             d_hidden = call.vocabulary.summed(d_hidden, False).to(flat.dtype).view(ctx.shape)
@@ -170,14 +170,14 @@ def _statistics(z: Tensor, columns: Tensor) -> Tensor:
 
 
 def _gradient(
-    z: Tensor, labels: Tensor, upstream: Tensor, known: Tensor, divisors: Tensor, head: Head
+    z: Tensor, labels: Tensor, upstream: Tensor, statistics: Tensor, divisors: Tensor, head: Head
 ) -> Tensor:
     """Return the gradient of the logits, from the gradients of log-probability and entropy, [2, tokens].
 
-    With p = softmax(z): d log p_y / dz_j = [j = y] - p_j, and dH / dz_j = -p_j (log p_j + H). known: H and
-    logsumexp(z), [2, tokens].
+    With p = softmax(z): d log p_y / dz_j = [j = y] - p_j, and dH / dz_j = -p_j (log p_j + H). statistics: H
+    and logsumexp(z), [2, tokens].
     """
-    (of_label, of_entropy), (entropy, lse) = upstream.to(z.dtype), known
+    (of_label, of_entropy), (entropy, lse) = upstream.to(z.dtype), statistics
     log_p = (z - lse[:, None]).clamp_(min=LOW)
     d: Tensor = (log_p + entropy[:, None]).mul_(of_entropy[:, None]).add_(of_label[:, None])
     d.mul_(log_p.exp_()).neg_()

@@ -41,11 +41,11 @@ class Terms:
             _number("softcap", self.softcap, 0.0, math.inf, above=True)
 
 
-def _number(name: str, value: object, least: float, most: float, above: bool = False) -> None:
+def _number(name: str, value: object, minimum: float, maximum: float, above: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
-    if not number or not least <= value <= most or (above and value == least):  # type: ignore[operator]
-        words = f"above {least:g}" if above else f"at least {least:g}"
-        words += f" and at most {most:g}" if math.isfinite(most) else ""
+    if not number or not minimum <= value <= maximum or (above and value == minimum):  # type: ignore[operator]
+        words = f"above {minimum:g}" if above else f"at least {minimum:g}"
+        words += f" and at most {maximum:g}" if math.isfinite(maximum) else ""
         raise ValueError(f"{name} must be a finite number {words}, got {brief(value)}")
 
 

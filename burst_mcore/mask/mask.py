@@ -231,8 +231,8 @@ class Mask:
         if tokens.shape != documents.shape:
             shape = f"lengths of shape {tuple(tokens.shape)}"
             raise ValueError(f"a prefix for each of {len(documents)} documents is needed, got {shape}")
-        for at in ((tokens < 0) | (tokens > documents)).nonzero().flatten().tolist()[:1]:
-            limit, length = int(documents[at]), int(tokens[at])
+        for index in ((tokens < 0) | (tokens > documents)).nonzero().flatten().tolist()[:1]:
+            limit, length = int(documents[index]), int(tokens[index])
             raise ValueError(f"a prefix has 0 tokens up to those of its document, {limit}, got {length}")
         prefixes = torch.stack([ends[:-1], ends[:-1] + tokens], 1)
         return packed & (cls.causal() | cls((images_of(prefixes, "prefix"),)))

@@ -160,11 +160,11 @@ class Ranges(Term):
         return f"ranges({len(self.ranges)}, #{self.digest})"
 
     def check(self, n: int) -> None:
-        for at in (self.ranges[:, 1::2] > n).any(1).nonzero().flatten().tolist()[:1]:
-            q0, q1, k0, k1 = self.ranges[at].tolist()
+        for row in (self.ranges[:, 1::2] > n).any(1).nonzero().flatten().tolist()[:1]:
+            q0, q1, k0, k1 = self.ranges[row].tolist()
             raise ValueError(
-                f"slice {at} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the sequence "
-                f"of {n} tokens"
+                f"slice {row} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the "
+                f"sequence of {n} tokens"
             )
 
     def bands(self, n: int) -> Tensor:
@@ -215,8 +215,8 @@ class Images(Ranges):
         """Raise ValueError if a block spans several documents; ends: cu_seqlens."""
         edges = self.ranges[:, :2] - torch.tensor([0, 1])
         first, last = torch.searchsorted(ends, edges, right=True).unbind(1)
-        for at in (first != last).nonzero().flatten().tolist()[:1]:
-            where, end = "[{}, {})".format(*self.ranges[at].tolist()), int(ends[first[at]])
+        for index in (first != last).nonzero().flatten().tolist()[:1]:
+            where, end = "[{}, {})".format(*self.ranges[index].tolist()), int(ends[first[index]])
             raise ValueError(f"{self.kind} {where} goes over the end of a document, at {end}")
 
 
@@ -271,13 +271,13 @@ class Tree(Term):
 
 
 def _joined(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
+    intervals: list[tuple[int, int]] = []
     for first, last in sorted(a + b):
-        if joined and joined[-1][1] == first:
-            joined[-1] = (joined[-1][0], last)
+        if intervals and intervals[-1][1] == first:
+            intervals[-1] = (intervals[-1][0], last)
         else:
-            joined.append((first, last))
-    return joined
+            intervals.append((first, last))
+    return intervals
 
 
 def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
@@ -318,13 +318,13 @@ def tree_of(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) ->
             f"parents and lengths must be lists with a number for each node, got {short(above)} and "
             f"{short(tokens)}"
         )
-    for at in ((above < -1) | (above >= torch.arange(len(above)))).nonzero().flatten().tolist()[:1]:
+    for node in ((above < -1) | (above >= torch.arange(len(above)))).nonzero().flatten().tolist()[:1]:
         raise ValueError(
-            f"the parent of node {at} must be a node before it, or -1 for a root, got {int(above[at])}: "
+            f"the parent of node {node} must be a node before it, or -1 for a root, got {int(above[node])}: "
             f"parents come before their children"
         )
-    for at in (tokens < 0).nonzero().flatten().tolist()[:1]:
-        raise ValueError(f"lengths must be numbers of tokens >= 0, got {int(tokens[at])} for node {at}")
+    for node in (tokens < 0).nonzero().flatten().tolist()[:1]:
+        raise ValueError(f"lengths must be numbers of tokens >= 0, got {int(tokens[node])} for node {node}")
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])
     return Tree(digest(torch.stack([above, tokens])), above, ends)
 

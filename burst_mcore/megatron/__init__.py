@@ -10,7 +10,7 @@ recompute       recompute policies under Megatron's checkpointing
 patched         the functions that patched lines of Megatron call
 arguments       the command-line flags, and their configuration
 rules           the table of unsupported settings, each with the reason and an alternative
-asked           checks of arguments, and the route and kernel that they choose
+checks          of arguments, and the route and kernel that they choose
 launcher        runs an unmodified training script with these flags: `python -m burst_mcore.megatron SCRIPT`
 cpu             Megatron without a GPU
 

@@ -19,11 +19,11 @@ from burst_mcore.words import REMOVED
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group "burst attention" to Megatron's parser, without flags that a patched Megatron has."""
-    known = parser._option_string_actions
-    if "--burst-recompute" in known:
+    flags = parser._option_string_actions
+    if "--burst-recompute" in flags:
         return parser
     group = parser.add_argument_group(title="burst attention")
-    if "--context-parallel-attention-backend" not in known:
+    if "--context-parallel-attention-backend" not in flags:
         group.add_argument(
             "--context-parallel-attention-backend",
             choices=("default", "burst"),

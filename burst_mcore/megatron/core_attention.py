@@ -34,7 +34,7 @@ from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.megatron import rules
 from burst_mcore.megatron.arguments import command_line, packed_of
-from burst_mcore.megatron.asked import configured, refuse_dense_mask, softmax_offset, with_kernel
+from burst_mcore.megatron.checks import configured, refuse_dense_mask, softmax_offset, with_kernel
 from burst_mcore.megatron.latent import hand_over_latents
 from burst_mcore.megatron.layouts import (
     made_once,
@@ -303,8 +303,8 @@ class BurstCoreAttention(Rebindable):
                 f"layer {self.layer_number}: attention_mask must be [..., {rows}, {n}] (local queries "
                 f"x all keys), got {tuple(attention_mask.shape)}"
             )
-        at = positions(n, rank=topology.rank, size=topology.size, layout=self.burst_config.layout)
-        allowed = mask.allows(at, torch.arange(n)).to(attention_mask.device)
+        queries = positions(n, rank=topology.rank, size=topology.size, layout=self.burst_config.layout)
+        allowed = mask.allows(queries, torch.arange(n)).to(attention_mask.device)
         if not bool((attention_mask == ~allowed).all()):
             raise ValueError(
                 f"layer {self.layer_number}: attention_mask is not {mask}: masks of documents "

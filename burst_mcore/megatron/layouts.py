@@ -222,27 +222,27 @@ def _choosing_positions(
 
 @around
 def _choosing_positions_in_documents(
-    original: Callable[..., Any], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **how: Any
+    original: Callable[..., Any], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **options: Any
 ) -> Any:
     """Wrap Megatron's rotary embedding of packed tokens: in a whole batch documents may end at any token."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    cp_group = how.get("cp_group")
+    cp_group = options.get("cp_group")
     if _in_effect.packed == "documents" or cp_group is None or cp_group.size() == 1:
-        return original(t, cu_seqlens, freqs, **how)
-    how = {name: x for name, x in how.items() if name not in ("cp_group", "max_seqlen")}
+        return original(t, cu_seqlens, freqs, **options)
+    options = {name: x for name, x in options.items() if name not in ("cp_group", "max_seqlen")}
     tokens = t.shape[0] * cp_group.size()
     of_batch = len(freqs) == tokens  # else of the longest document
-    at = _positions_in_documents(cu_seqlens, tokens, cp_group, of_batch)
-    at = at.clamp(max=len(freqs) - 1)  # padding at the end may be longer than any document
-    return _apply_rotary_pos_emb_bshd(t[:, None], freqs[at], **how)[:, 0]
+    offsets = _positions_in_documents(cu_seqlens, tokens, cp_group, of_batch)
+    offsets = offsets.clamp(max=len(freqs) - 1)  # padding at the end may be longer than any document
+    return _apply_rotary_pos_emb_bshd(t[:, None], freqs[offsets], **options)[:, 0]
 
 
 _POSITIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def made_once(
-    known: WeakIdKeyDictionary, sources: Sequence[Tensor | None], place: object, make: Callable[[], T]
+    cache: WeakIdKeyDictionary, sources: Sequence[Tensor | None], place: object, make: Callable[[], T]
 ) -> T:
     """Return make(), cached until a tensor was written to or replaced, or `place` differs.
 
@@ -251,9 +251,9 @@ def made_once(
     if any(x is not None and x.is_inference() for x in sources):  # has no version
         return make()
     key = [(x is not None and (WeakIdRef(x), x._version)) for x in sources], place
-    before: tuple[object, T] | None = known.get(sources[0])
+    before: tuple[object, T] | None = cache.get(sources[0])
     if before is None or before[0] != key:
-        known[sources[0]] = before = key, make()
+        cache[sources[0]] = before = key, make()
     return before[1]
 
 
@@ -262,9 +262,9 @@ def _positions_in_documents(cu_seqlens: Tensor, tokens: int, group: Any, of_batc
     rank, size, layout = group.rank(), group.size(), _in_effect.layout
 
     def make() -> Tensor:
-        at = positions(tokens, rank=rank, size=size, layout=layout)
-        at, starts = at.to(cu_seqlens.device), cu_seqlens.to(at.dtype)
-        return at if of_batch else at - starts[torch.searchsorted(starts, at, right=True) - 1]
+        offsets = positions(tokens, rank=rank, size=size, layout=layout)
+        offsets, starts = offsets.to(cu_seqlens.device), cu_seqlens.to(offsets.dtype)
+        return offsets if of_batch else offsets - starts[torch.searchsorted(starts, offsets, right=True) - 1]
 
     return made_once(_POSITIONS, [cu_seqlens], (tokens, rank, size, layout, of_batch), make)
 

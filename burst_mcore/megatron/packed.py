@@ -114,8 +114,8 @@ def _rolled(
 _PACKINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _packing(given: Sequence[Tensor | None], tokens: int, size: int) -> Packing:
-    lengths_of, keys, slots_of, slots_of_keys = given
+def _packing(boundaries: Sequence[Tensor | None], tokens: int, size: int) -> Packing:
+    lengths_of, keys, slots_of, slots_of_keys = boundaries
     assert lengths_of is not None
     real = _ends(CU_SEQLENS[0], lengths_of)
     slots = real if slots_of is None else _ends(CU_SEQLENS[2], slots_of)
@@ -129,10 +129,10 @@ def _packing(given: Sequence[Tensor | None], tokens: int, size: int) -> Packing:
         )
     too_long = (real.diff() > slots.diff()).nonzero().flatten().tolist()
     if too_long:
-        at = too_long[0]
+        document = too_long[0]
         raise ValueError(
-            f"document {at} has {int(real.diff()[at])} tokens by cu_seqlens_q, but room for "
-            f"{int(slots.diff()[at])} by cu_seqlens_q_padded"
+            f"document {document} has {int(real.diff()[document])} tokens by cu_seqlens_q, but room for "
+            f"{int(slots.diff()[document])} by cu_seqlens_q_padded"
         )
     slots = torch.cat([slots, slots.new_tensor([tokens])])
     ends_of_real = slots[:-2] + real.diff()

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from burst_mcore.config import BurstConfig
 from burst_mcore.megatron import arguments
-from burst_mcore.megatron.asked import use_burst
+from burst_mcore.megatron.checks import use_burst
 from burst_mcore.megatron.core_attention import BurstCoreAttention
 
 STOCK = (DotProductAttention, TEDotProductAttention)

@@ -281,12 +281,12 @@ def _split(rows: Rows, tensors: Sequence[Tensor]) -> Iterator[tuple[Shards, kern
         yield shards, tuple(x if len(rows) == 1 else x[row : row + 1] for x in tensors)
 
 
-def _options(kernel: Function, given: dict[str, Any], cache: Sequence[str], *options: str) -> dict[str, Any]:
+def _options(kernel: Function, values: dict[str, Any], cache: Sequence[str], *options: str) -> dict[str, Any]:
     """Return a mixer's options for a kernel. Raises ValueError for a cache, and for unsupported options.
 
     Keywords that the kernel does not take are the model's: transformers passes them through.
     """
-    settings = {key for key, value in given.items() if value is not None and value is not False}
+    settings = {key for key, value in values.items() if value is not None and value is not False}
     if settings & {*cache}:
         raise ValueError(
             "a cache in a forward over shards or packed documents is not supported: each rank would keep the "
@@ -296,4 +296,4 @@ def _options(kernel: Function, given: dict[str, Any], cache: Sequence[str], *opt
     if others := (settings & {*parameters}) - {*options}:
         legal, illegal = ", ".join(options), ", ".join(sorted(others))
         raise ValueError(f"{name} over shards takes the options {legal}, and the mixer sets {illegal}")
-    return {key: given[key] for key in options if key in given}
+    return {key: values[key] for key in options if key in values}

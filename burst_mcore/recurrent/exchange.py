@@ -51,7 +51,7 @@ class _Box:
     tensor: Tensor  # a saved tensor, alive as long as the graph holds the box
 
 
-class Kept:
+class SavedInputs:
     """The tensors that kernel calls save for backward, saved by `Passed`, which runs their backward first.
 
     Reading saved tensors twice would recompute a checkpoint, and communicate, twice.
@@ -100,18 +100,18 @@ class Passed(torch.autograd.Function):
     def forward(ctx: Any, of: tuple[Any, ...], decays: Buffer, many: int, *tensors: Tensor) -> Buffer:
         """Return the first `many` of the tensors.
 
-        of: shards, states, `Kept`, fragments that begin, are in the middle, end. tensors: outputs of the
-        middle, states before ends, other outputs; states before the middle, behind it and beginnings; roots.
+        of: shards, states, saved inputs, fragments: that begin, are in the middle, end. tensors: outputs of
+        the middle, states before ends, others; states before the middle, behind it, and beginnings; roots.
         """
-        ctx.of, kept = of, of[2]
+        ctx.of, inputs = of, of[2]
         # Every rank saves some tensor, so that in a checkpoint all recompute before the backward exchange.
-        ctx.save_for_backward(torch.empty(0), *decays, *kept.tensors)
-        kept.tensors.clear()
+        ctx.save_for_backward(torch.empty(0), *decays, *inputs.tensors)
+        inputs.tensors.clear()
         return tensors[:many]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        shards, states, kept, begin, middle, end = ctx.of
+        shards, states, inputs, begin, middle, end = ctx.of
         edges, many, n = [GradientEdge(*edge) for edge in ctx.next_functions], len(gradients), len(middle)
         # Read once, as torch's checkpoints demand: here they rerun the caller's forward, with its exchanges.
         _, *saved = ctx.saved_tensors
@@ -119,7 +119,7 @@ class Passed(torch.autograd.Function):
             with refusing(agreement_of(shards.topology)):
                 _refuse_second_derivatives()
                 ends = edges[:n], edges[many : many + n], gradients[:n]
-                of_middle = kept.ahead(saved[n:], *ends) if n else ()
+                of_middle = inputs.ahead(saved[n:], *ends) if n else ()
                 of_starts = (x.to(states.dtype) for x in (*of_middle, *gradients[n : n + len(end)]))
                 decays = *map(states.algebra.turned, saved[:n]), *[None] * len(end)
                 maps = dict(zip((*middle, *end), map(Map, decays, of_starts), strict=True))

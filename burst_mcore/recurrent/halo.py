@@ -61,7 +61,7 @@ def _program(rank: int, pairs: Pairs, size: int) -> Program:
         for peer in others
         if (rank, peer) in pairs
     ]
-    copies = [Copy(0, *moved) for moved in pairs.get((rank, rank), ())]
+    copies = [Copy(0, *copy) for copy in pairs.get((rank, rank), ())]
     return (*recvs, *sends, *_wait(DATA, recvs, sends), *copies)
 
 

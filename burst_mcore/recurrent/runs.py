@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from burst_mcore.dtypes import wide
-from burst_mcore.recurrent.exchange import Kept, Passed, States
+from burst_mcore.recurrent.exchange import Passed, SavedInputs, States
 from burst_mcore.recurrent.kernels import Recurrence, Tensors
 from burst_mcore.recurrent.maps import Map
 from burst_mcore.recurrent.sequence import Own, Shards
@@ -74,23 +74,23 @@ class Runs:
 
         The last fragments run after `Passed`, whose backward needs the gradients of the states before them.
         """
-        kept = Kept()
-        before = self._from_states(states, starts, kept)
-        passed = self._passed(outs, before, states, maps, starts, kept)
+        inputs = SavedInputs()
+        before = self._from_states(states, starts, inputs)
+        results = self._passed(outs, before, states, maps, starts, inputs)
         if not self.shards.own:
-            return passed[0].clone()  # not a view, so that callers may write to it
-        outputs = dict(zip((*self.middle, *self.end, *self.begin), passed, strict=True))
+            return results[0].clone()  # not a view, so that callers may write to it
+        outputs = dict(zip((*self.middle, *self.end, *self.begin), results, strict=True))
         outputs |= {each: self._run(each, outputs[each].clone())[0] for each in self.end}
         return torch.cat([outputs[each] for each in self.shards.own], self.kernel.dim)
 
-    def _from_states(self, states: States, starts: dict[Own, Tensor], kept: Kept) -> list[Tensor]:
+    def _from_states(self, states: States, starts: dict[Own, Tensor], inputs: SavedInputs) -> list[Tensor]:
         """Compute the middle fragments, and return the states before them.
 
         Adding a zero that requires a gradient lets backward compute the gradients of these states.
         """
         zero = self.like.new_zeros((), dtype=states.dtype, requires_grad=states.gradients)
         before = [starts[each] + zero for each in self.middle]
-        with saved_tensors_hooks(kept.pack, lambda box: box.tensor):
+        with saved_tensors_hooks(inputs.pack, lambda box: box.tensor):
             self.ran |= {each: self._run(each, x) for each, x in zip(self.middle, before, strict=True)}
         return before
 
@@ -101,15 +101,15 @@ class Runs:
         states: States,
         maps: dict[Own, Map],
         starts: dict[Own, Tensor],
-        kept: Kept,
+        inputs: SavedInputs,
     ) -> tuple[Tensor, ...]:
         """Return outputs of the middle, states before last fragments, and outputs from zero, by `Passed`."""
-        passed = *(self.ran[each][0] for each in self.middle), *(starts[each] for each in self.end), *outs
+        results = *(self.ran[each][0] for each in self.middle), *(starts[each] for each in self.end), *outs
         behind = [self.ran[each][1] for each in (*self.middle, *self.continued)]
         decays = [maps[each].decay for each in self.middle]
-        of = self.shards, states, kept, self.continued, self.middle, self.end
-        tensors = *passed, *before, *behind, *self.roots
-        return Passed.apply(of, decays, len(passed), *tensors)  # type: ignore[no-any-return, no-untyped-call]
+        of = self.shards, states, inputs, self.continued, self.middle, self.end
+        tensors = *results, *before, *behind, *self.roots
+        return Passed.apply(of, decays, len(results), *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def _run(self, each: Own, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a fragment's outputs and its last state, A S + B of the initial state S."""

@@ -136,23 +136,23 @@ class _Level:
         return steps
 
     def _double(
-        self, first: int, own: Sequence[Span], owners: Sequence[int], wants_total: bool
+        self, first: int, spans: Sequence[Span], owners: Sequence[int], wants_total: bool
     ) -> tuple[list[Span | None], Span, int]:
         """Scan over neighbouring spans: (the map before each, the map over all, the next step).
 
         The owner of the last span computes the map over all, if `wants_total`.
         """
-        before: list[Span | None] = [None] * len(own)
-        reached = list(own)  # the map that ends with each span, over `reach` spans
+        before: list[Span | None] = [None] * len(spans)
+        reached = list(spans)  # the map that ends with each span, over `reach` spans
         reach, step = 1, first
-        while reach < len(own):
-            messages = [(to, reached[to - reach]) for to in range(reach, len(own))]
+        while reach < len(spans):
+            messages = [(to, reached[to - reach]) for to in range(reach, len(spans))]
             for to, span in messages:
                 self.writer.send(step, span, owners[to - reach], owners[to])
             for to, span in messages:
                 before[to] = self.writer.compose(step, owners[to], span, before[to])
-                is_last = to == len(own) - 1
-                if to + 2 * reach < len(own) or (is_last and wants_total):
+                is_last = to == len(spans) - 1
+                if to + 2 * reach < len(spans) or (is_last and wants_total):
                     reached[to] = self.writer.compose(step, owners[to], span, reached[to])
             reach, step = 2 * reach, step + 1
         return before, reached[-1], step

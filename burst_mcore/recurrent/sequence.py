@@ -100,14 +100,14 @@ class Shards:
             "tokens": str(self.tokens),
             "documents": digest(str(self.ends)),
         }
-        agreed = agreement.meet(
+        outcome = agreement.meet(
             {**signature, **sharded},
             kind=tuple(signature.items()),
             may_go_ahead=transport.connected((Pass.KV,)),
         )
         with agreement.ring():
             transport.connect(Pass.KV)
-            yield transport.labelled(agreed.label)
+            yield transport.labelled(outcome.label)
 
 
 @contextmanager

@@ -73,49 +73,49 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
         ValueError: keep is not from 0 to 1, or n tokens do not fit the mask, or the ranks the layout.
     """
     keep = check_keep(keep)
-    wanted_position = n - (math.floor(keep * n + 1e-9) if at_most else round(keep * n))
+    target = n - (math.floor(keep * n + 1e-9) if at_most else round(keep * n))
     if layout.rule.even_everywhere:
         up = size - 1 if at_most else size // 2
-        wanted_position = min(n, (wanted_position + up) // size * size)
-    cuts = _weighed(_positions(layout, n, size, wanted_position), layout, mask, n, size)
+        target = min(n, (target + up) // size * size)
+    cuts = _weighed(_positions(layout, n, size, target), layout, mask, n, size)
     if layout.rule.even_everywhere and size > 1:  # to a key per query
-        legal = [cut for cut in cuts if cut.position == wanted_position]
+        legal = [cut for cut in cuts if cut.position == target]
     else:
         whole = cuts[-1].imbalance
         paying = [cut for cut in cuts if 0 < cut.position < n and cut.pays]
         legal = [cut for cut in paying if cut.imbalance <= EVEN * whole] or paying
     legal += [cuts[0], cuts[-1]]
     if at_most:
-        legal = [cut for cut in legal if cut.position >= wanted_position]
-    chosen = min(legal, key=lambda cut: (abs(cut.position - wanted_position), -cut.position))
-    if abs(chosen.position - wanted_position) > max(size, 0.01 * n) and not at_most:
-        _say_moved(keep, chosen.keep, layout, size)
-    return chosen
+        legal = [cut for cut in legal if cut.position >= target]
+    nearest = min(legal, key=lambda cut: (abs(cut.position - target), -cut.position))
+    if abs(nearest.position - target) > max(size, 0.01 * n) and not at_most:
+        _say_moved(keep, nearest.keep, layout, size)
+    return nearest
 
 
 @lru_cache(maxsize=256)
-def _say_moved(keep: float, chosen: float, layout: Layout, size: int) -> None:
+def _say_moved(keep: float, nearest: float, layout: Layout, size: int) -> None:
     logger.warning(
         "segment recompute: keep=%.3g is moved to %.3g, the nearest cut that is worth its memory on layout "
         "%s over %d ranks; striped can be cut anywhere, stacked-zigzag:4 at every quarter",
         keep,
-        chosen,
+        nearest,
         layout,
         size,
     )
 
 
-def _positions(layout: Layout, n: int, size: int, asked: int) -> list[int]:
+def _positions(layout: Layout, n: int, size: int, target: int) -> list[int]:
     """Return candidate positions, ascending: the ends, the requested position, and edges of chunks."""
     if layout.rule.even_everywhere or size == 1:
-        return sorted({0, asked, n})
+        return sorted({0, target, n})
     edges = layout.edges(n, size)
     if layout.rule.even_at_edges:
         return sorted({0, n, *edges.tolist()})
     limit = max(8, LOOKED_AT // (size * len(layout.runs(n, 0, size))))
     if len(edges) > limit:
-        edges = edges[(edges - asked).abs().argsort(stable=True)[:limit]]
-    return sorted({0, asked, n, *edges.tolist()})
+        edges = edges[(edges - target).abs().argsort(stable=True)[:limit]]
+    return sorted({0, target, n, *edges.tolist()})
 
 
 def _weighed(positions: list[int], layout: Layout, mask: Mask, n: int, size: int) -> list[Cut]:

@@ -219,21 +219,21 @@ class Plan:
         return torch.cat([self._meet(q, k) for q, k in sides])
 
     @cached_on_plan
-    def _met(self, at: int, part: int | None, keys_stay: bool) -> tuple[Tensor, ...]:
+    def _met(self, ring_rank: int, part: int | None, keys_stay: bool) -> tuple[Tensor, ...]:
         """Return the pieces of a ring rank's, or a member's, queries (or keys) with every other ring rank.
 
         All other ring ranks are handled at once, as parts of one sequence: see `_everyone`.
         """
         everyone, meets = self._everyone, self.reading(of_queries=False).meets
         assert everyone is not None
-        others = (meets[at] if keys_stay else meets[:, at]).nonzero()
-        moves = self._span * others[others != at][:, None, None] * torch.tensor([0, 0, 1, 1, 1, 1])
+        others = (meets[ring_rank] if keys_stay else meets[:, ring_rank]).nonzero()
+        moves = self._span * others[others != ring_rank][:, None, None] * torch.tensor([0, 0, 1, 1, 1, 1])
         bands, parts = transposed(self.bands) if keys_stay else self.bands, []
-        for side in self.stretches(at, part):
+        for side in self.stretches(ring_rank, part):
             first, stop = side.rows_before_each(bands[:, :2]).unbind(1)
-            near = bands[first < stop]
-            moved = torch.where(near.abs() < UNBOUNDED, near + moves, near).flatten(0, 1)
-            parts.append(_pieces(side, everyone, moved))
+            subset = bands[first < stop]
+            bands_of_others = torch.where(subset.abs() < UNBOUNDED, subset + moves, subset).flatten(0, 1)
+            parts.append(_pieces(side, everyone, bands_of_others))
         pieces = torch.cat(parts)
         other = pieces[:, 2] // self.rows
         pieces[:, 2:4] -= other[:, None] * self.rows

@@ -95,17 +95,17 @@ class Reading:
 
     def joined(self, owner: int, included_segments: list[bool]) -> Rows:
         """Return the rows of some segments of a ring rank, neighbours as one range."""
-        joined: list[range] = []
+        ranges: list[range] = []
         begin, base = -1, self.bounds[owner]
         for index, included in enumerate(included_segments, base):
             if included and begin < 0:
                 begin = self._edges[index]
             elif not included and begin >= 0:
-                joined.append(range(begin, self._edges[index]))
+                ranges.append(range(begin, self._edges[index]))
                 begin = -1
         if begin >= 0:
-            joined.append(range(begin, self.rows))
-        return tuple(joined)
+            ranges.append(range(begin, self.rows))
+        return tuple(ranges)
 
 
 def everything(size: int, rows: int) -> Reading:
@@ -377,15 +377,15 @@ def numbered(runs: Sequence[tuple[range, int]], stride: int, n: int) -> tuple[Ru
 
 def _joined(spans: Iterable[range]) -> list[range]:
     """Join neighbours that form one range of some step."""
-    joined: list[range] = []
+    ranges: list[range] = []
     for span in spans:
-        last = joined[-1] if joined else span
+        last = ranges[-1] if ranges else span
         step = span[0] - last[-1]
         if step > 0 and all(len(x) == 1 or x.step == step for x in (last, span)):
-            joined[-1] = range(last[0], span[-1] + 1, step)
+            ranges[-1] = range(last[0], span[-1] + 1, step)
         else:
-            joined.append(span)
-    return joined
+            ranges.append(span)
+    return ranges
 
 
 class Order:

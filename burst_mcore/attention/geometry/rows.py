@@ -20,13 +20,13 @@ Rows = tuple[range, ...]
 
 def union(ranges: list[range]) -> Rows:
     """Return the rows in any of `ranges`, as ascending ranges with gaps between them."""
-    joined: list[range] = []
+    rows: list[range] = []
     for span in sorted(ranges, key=lambda r: r.start):
-        if joined and span.start <= joined[-1].stop:
-            joined[-1] = range(joined[-1].start, max(joined[-1].stop, span.stop))
+        if rows and span.start <= rows[-1].stop:
+            rows[-1] = range(rows[-1].start, max(rows[-1].stop, span.stop))
         elif span:
-            joined.append(span)
-    return tuple(joined)
+            rows.append(span)
+    return tuple(rows)
 
 
 def ascending(first: Tensor, stop: Tensor) -> Rows:
@@ -43,11 +43,11 @@ def spans(read: tuple[Rows, ...]) -> Rows:
     return union([range(first, last + 1) for first, last in ends])
 
 
-def indices_of(rows: Rows, wanted: Iterable[int]) -> list[int]:
+def indices_of(rows: Rows, members: Iterable[int]) -> list[int]:
     """Return the index of each wanted row in ascending `rows` of step 1, which must contain all."""
     stops = [span.stop for span in rows]
     offsets = list(accumulate(map(len, rows), initial=0))
-    spans = [(row, bisect_right(stops, row)) for row in wanted]
+    spans = [(row, bisect_right(stops, row)) for row in members]
     return [offsets[index] + row - rows[index].start for row, index in spans]
 
 
@@ -111,5 +111,5 @@ def relative_to(stored: Rows | None, rows: Rows) -> Rows:
         return tuple([range(span.start - first, span.stop - first, span.step) for span in rows])
     lowest = [min(span[0], span[-1]) for span in rows]
     shifts = [place - row for row, place in zip(lowest, indices_of(stored, lowest), strict=True)]
-    moved = zip(rows, shifts, strict=True)
-    return tuple(range(span.start + shift, span.stop + shift, span.step) for span, shift in moved)
+    pairs = zip(rows, shifts, strict=True)
+    return tuple(range(span.start + shift, span.stop + shift, span.step) for span, shift in pairs)

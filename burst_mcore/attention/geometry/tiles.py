@@ -117,13 +117,13 @@ def _packed(pieces: Tensor) -> tuple[list[Tile], Tensor]:
     """Return tiles of packed sequences, and the remaining pieces."""
     sequences, piece = _sequences(pieces)
     chains = list(_chains(sequences))
-    joined = torch.zeros(len(pieces), dtype=torch.bool)
+    chained = torch.zeros(len(pieces), dtype=torch.bool)
     for chain, _ in chains:
-        joined[piece[chain]] |= len(chain) > 1
+        chained[piece[chain]] |= len(chain) > 1
     packed = [
-        _one_after_another(sequences[chain], *bounds) for chain, bounds in chains if joined[piece[chain[0]]]
+        _one_after_another(sequences[chain], *bounds) for chain, bounds in chains if chained[piece[chain[0]]]
     ]
-    return packed, pieces[~joined]
+    return packed, pieces[~chained]
 
 
 def _sequences(pieces: Tensor) -> tuple[Tensor, Tensor]:

@@ -181,21 +181,21 @@ class _Binder:
             return Parcel(action, None, None)
         if isinstance(action, Recv):
             return Parcel(action, self.room(action.buffer, action.rows), None)
-        held = self.rows[action.buffer]
-        if held == action.rows:
+        stored_rows = self.rows[action.buffer]
+        if stored_rows == action.rows:
             return Parcel(action, None, None)
         assert action.rows is not None
-        return Parcel(action, None, relative_to(held, action.rows))
+        return Parcel(action, None, relative_to(stored_rows, action.rows))
 
     def room(self, name: str, rows: Rows | None, *, fresh: bool = True) -> Room:
         """Return room for rows in a buffer: uninitialised if `fresh`, else with its data and zeros."""
         old_rows, exists = self.rows.get(name), name in self.rows
         self.rows[name] = rows
-        held = old_rows == rows if exists else False
-        keeps_data = exists and not held and not fresh
-        if fresh and name in self.last and (not held or self.last[name] < self.computed):
+        is_ready = old_rows == rows if exists else False
+        keeps_data = exists and not is_ready and not fresh
+        if fresh and name in self.last and (not is_ready or self.last[name] < self.computed):
             self.ends.append((name, self.last.pop(name)))  # a launch in between can use the memory
-            held = False
+            is_ready = False
         assert old_rows is not None or not keeps_data  # a buffer with room for all rows never grows
         places = relative_to(rows, old_rows) if keeps_data and old_rows else None
-        return Room(name, kind_of(name), rows, held, places)
+        return Room(name, kind_of(name), rows, is_ready, places)

@@ -48,7 +48,7 @@ def use_options(arguments: argparse.Namespace) -> None:
 
     from burst_mcore.checkpointing import Full
     from burst_mcore.megatron.arguments import recompute_policy, uses_burst
-    from burst_mcore.megatron.asked import use_burst
+    from burst_mcore.megatron.checks import use_burst
     from burst_mcore.megatron.layouts import language_models
     from burst_mcore.megatron.recompute import use_recompute
     from burst_mcore.wrap import wrap

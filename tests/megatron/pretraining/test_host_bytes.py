@@ -105,7 +105,7 @@ def test_a_mask_that_a_script_insists_on_is_refused_where_it_is_large(rank, size
     cpu.enable_training()
     launcher.install()
     said = []
-    logger = logging.getLogger("burst_mcore.megatron.asked")
+    logger = logging.getLogger("burst_mcore.megatron.checks")
     logger.addHandler(type("Kept", (logging.Handler,), {"emit": lambda self, record: said.append(record)})())
 
     def config(tokens):

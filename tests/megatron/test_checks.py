@@ -12,7 +12,7 @@ from test_core_attention import _core
 
 from burst_mcore import BurstConfig
 from burst_mcore.config import SETTINGS
-from burst_mcore.megatron import asked
+from burst_mcore.megatron import checks
 from burst_mcore.megatron.arguments import add_arguments, burst_config, flag_of, setting
 
 CORES = (
@@ -176,12 +176,12 @@ def test_what_burst_does_not_do_is_refused_by_the_constructor():
 def test_a_version_of_flash_attention_is_obeyed_or_refused(monkeypatch):
     order = ["cudnn", "flash4", "flash3"]
     stand_ins = {name: Namespace(name=name, supports=lambda problem: None) for name in order}
-    monkeypatch.setattr(asked, "KERNELS", stand_ins)
-    monkeypatch.setattr(asked, "by_rank", lambda *args: order)
+    monkeypatch.setattr(checks, "KERNELS", stand_ins)
+    monkeypatch.setattr(checks, "by_rank", lambda *args: order)
 
     def kernel(word="auto", **fields):
         problem = Namespace(device="cuda", launches=None)
-        return asked.kernel_of(BurstConfig(kernel=word), Namespace(**fields), problem).kernel
+        return checks.kernel_of(BurstConfig(kernel=word), Namespace(**fields), problem).kernel
 
     pinned = {"flash_attention_version": 3}
     assert [kernel(), kernel(attention_backend="flash"), kernel(**pinned)] == ["auto", "flash4", "flash3"]
@@ -196,23 +196,23 @@ def test_a_version_of_flash_attention_is_obeyed_or_refused(monkeypatch):
 def test_comm_types_fix_the_way():
     config = Namespace(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
     way = {
-        kind: asked.configured(BurstConfig(), config, kind)
+        kind: checks.configured(BurstConfig(), config, kind)
         for kind in (None, "p2p", "a2a", "a2a+p2p", "all_gather", "allgather")
     }
     assert way[None] == way["p2p"] == BurstConfig()
     assert way["a2a"] == BurstConfig(head_parallel=4)
     assert way["a2a+p2p"] == BurstConfig(head_parallel=2, head_placement="inner")
     assert way["all_gather"] == way["allgather"] == BurstConfig(ring="direct", head_parallel=1)
-    assert asked.configured(BurstConfig(head_parallel=2), config, "p2p").head_parallel == 2
+    assert checks.configured(BurstConfig(head_parallel=2), config, "p2p").head_parallel == 2
     for given in (BurstConfig(head_parallel=2), BurstConfig(ring="flat")):
         with pytest.raises(ValueError, match=r"--cp-comm-type a2a .* and so does --burst-.*give one"):
-            asked.configured(given, config, "a2a")
+            checks.configured(given, config, "a2a")
     with pytest.raises(ValueError, match="a2a.p2p needs --hierarchical-context-parallel-sizes"):
-        asked.configured(BurstConfig(), Namespace(context_parallel_size=4), "a2a+p2p")
+        checks.configured(BurstConfig(), Namespace(context_parallel_size=4), "a2a+p2p")
     with pytest.raises(ValueError, match="unknown --cp-comm-type ring; legal: p2p, a2a"):
-        asked.configured(BurstConfig(), config, "ring")
+        checks.configured(BurstConfig(), config, "ring")
     alone = Namespace(context_parallel_size=1)
-    assert asked.configured(BurstConfig(), alone, "a2a") == BurstConfig()
+    assert checks.configured(BurstConfig(), alone, "a2a") == BurstConfig()
 
 
 def _arguments(*words, **others):
@@ -329,7 +329,7 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
 )
 def test_what_follows_from_arguments_is_refused_with_them(words, others, said):
     with pytest.raises(ValueError, match=said) as refused:
-        asked.check_arguments(_arguments(*words, **others))
+        checks.check_arguments(_arguments(*words, **others))
     assert "\n" not in str(refused.value)
 
 
@@ -354,11 +354,11 @@ def test_the_flag_reaches_every_attention_but_that_of_a_tower():
 def test_legal_arguments_pass():
     layout, kernel = ("--burst-layout", "striped"), ("--burst-kernel", "reference")
     for words in ([], BURST, [*BURST, *layout], [*BURST, *kernel], ["--burst-fused-loss"]):
-        asked.check_arguments(_arguments(*words, cp_comm_type=["p2p"]))
-    asked.check_arguments(_arguments(*BURST, cp_comm_type=["p2p", "a2a"]))
+        checks.check_arguments(_arguments(*words, cp_comm_type=["p2p"]))
+    checks.check_arguments(_arguments(*BURST, cp_comm_type=["p2p", "a2a"]))
     for stages, samples in ((1, 4), (4, 1)):
         sizes = {"pipeline_model_parallel_size": stages, "micro_batch_size": samples}
-        asked.check_arguments(_arguments(*BURST, **PACKED, **sizes))
+        checks.check_arguments(_arguments(*BURST, **PACKED, **sizes))
     a_spec = {"spec": ["burst_mcore.megatron.spec", "burst_layer_spec"]}
-    asked.check_arguments(_arguments("--burst-backward", "kv", **a_spec))
+    checks.check_arguments(_arguments("--burst-backward", "kv", **a_spec))
     assert flag_of("overlap") == "--burst-no-overlap"
