@@ -98,7 +98,6 @@ class Call:
         return spans(tuple([tile.k for tile in self.tiles(self.ring_rank, source)]))
 
     def program(self, pass_: Pass) -> Program:
-        """Return the program of this rank in a pass."""
         return program(self.rank, self.route, pass_, self.plan)
 
     def bound(self, pass_: Pass) -> Bound:

@@ -117,10 +117,8 @@ def _of_kind(question: Question, settings: Settings, rotates: str) -> Decision:
     latent = bests[-1]  # chosen if it is not slower than K and V, and `best` prefers it
     gains = rotates == "auto" and latent.seconds <= bests[0].seconds and best(bests) is latent
     plan = latent if gains else bests[0]
-    kernel = plan.compute_seconds
-    logger.info(
-        "%s, backward %s: counted %.3g s, kernel %.3g s", plan.route, plan.direction, plan.seconds, kernel
-    )
+    times = 1e3 * plan.seconds, 1e3 * plan.compute_seconds
+    logger.info("%s, backward %s: counted %.1f ms, kernel %.1f ms", plan.route, plan.direction, *times)
     return Decision(plan.route, plan.direction, gains or rotates == "on")
 
 

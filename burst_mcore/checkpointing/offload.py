@@ -47,7 +47,6 @@ class OffloadedResults:
             self._here = [_fetched(x, device) for x, device in self._there]
 
     def take(self) -> SavedSuffix:
-        """Return the results on their device."""
         self.fetch()
         assert self._here is not None
         for x in self._here:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import math
+from argparse import SUPPRESS
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Never
 
@@ -22,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     flags = parser._option_string_actions
     if "--burst-recompute" in flags:
         return parser
+    parser.error = partial(_error, parser.error, flags)  # type: ignore[method-assign]
     group = parser.add_argument_group(title="burst attention")
     if "--context-parallel-attention-backend" not in flags:
         group.add_argument(
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for name in SETTINGS:
         group.add_argument(flag_of(name), **_argument(name))
     for name in REMOVED:
-        group.add_argument(flag_of(name), type=partial(_removed, name), help=argparse.SUPPRESS)
+        group.add_argument(flag_of(name), type=partial(_removed, name), default=SUPPRESS, help=SUPPRESS)
     group.add_argument(
         "--burst-rates",
         nargs=3,
@@ -71,11 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="For --burst-recompute-keep auto: GB of a rank that may be kept at once.",
     )
     group.add_argument(
-        "--burst-recompute-offload",
-        action="store_true",
-        help="Keep it in pinned host memory.",
+        "--burst-recompute-offload", action="store_true", help="Keep it in pinned host memory."
     )
     return parser
+
+
+def _error(error: Callable[[str], Never], flags: Collection[str], message: str) -> Never:
+    """Report an error of the command line; beside an unknown flag of ours, the nearest flag."""
+    unknown = [word for word in message.split() if word.startswith("--burst-") and "unrecognized" in message]
+    nearest = [flag for word in unknown for flag in difflib.get_close_matches(word, flags, n=1)]
+    error(f"{message}; did you mean {', '.join(nearest)}?" if nearest else message)
 
 
 def recompute_policy(arguments: argparse.Namespace) -> Policy:
@@ -101,6 +110,12 @@ def setting(arguments: argparse.Namespace, name: str) -> Any:
     """Return the value of the flag of a field of BurstConfig; the default without the flag."""
     value = getattr(arguments, f"burst_{name}", None)
     return SETTINGS[name].default if value is None else value
+
+
+def in_effect(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments for a list of them: without a flag, a setting has its default."""
+    values = {f"burst_{name}": setting(arguments, name) for name in SETTINGS}
+    return argparse.Namespace(**vars(arguments) | values | {"burst_mla_latent": mla_latent(arguments)})
 
 
 def mla_latent(arguments: argparse.Namespace) -> str:

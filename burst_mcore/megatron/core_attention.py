@@ -294,7 +294,6 @@ class BurstCoreAttention(Rebindable):
         return self._topologies[group]
 
     def _refuse_other_mask(self, attention_mask: Tensor, mask: Mask, rows: int, topology: Topology) -> None:
-        """Raise ValueError unless Megatron's mask equals `mask`."""
         n = rows * topology.size
         if self.training:  # in generation Megatron always makes the mask of a prompt
             refuse_dense_mask(f"layer {self.layer_number}: attention_mask", n)

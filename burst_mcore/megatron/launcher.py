@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from burst_mcore.megatron.arguments import add_arguments, burst_asked_for, command_line, uses_burst
+from burst_mcore.megatron.arguments import add_arguments, burst_asked_for, command_line, in_effect, uses_burst
 from burst_mcore.megatron.patched.hooks import checkpoint_every_layer, refuse, refuse_lost_flags, use_options
 from burst_mcore.scripts import script_of
 from burst_mcore.wrap import around, while_set, wrap, wrap_everywhere
@@ -99,15 +99,20 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
     """Wrap Megatron's check of its arguments: ours follows, and puts the options in effect.
 
-    For max logits Megatron's check demands TransformerEngine 2.9, which burst attention does not need.
+    For max logits it demands TransformerEngine 2.9, which burst attention does not need. The arguments that
+    it prints have our defaults.
     """
     from megatron.training import arguments
 
     if getattr(args, "burst_recompute", None):
         checkpoint_every_layer(args)
-    is_min_version = arguments.is_te_min_version
+    is_min_version, print_args = arguments.is_te_min_version, arguments._print_args
     accepted = ("2.9.0",) if uses_burst(args) else ()
-    with while_set(arguments, is_te_min_version=lambda x, *how: x in accepted or is_min_version(x, *how)):
+    replacements = {
+        "is_te_min_version": lambda x, *how: x in accepted or is_min_version(x, *how),
+        "_print_args": lambda title, x: print_args(title, in_effect(x)),
+    }
+    with while_set(arguments, **replacements):
         result = validate(args, *others, **kwargs)
     use_options(args)
     return result

@@ -54,7 +54,6 @@ def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str
 
 class _BurstAttention:
     def core_attention(self) -> ModuleSpec:
-        """Return the module for core attention."""
         return core_attention_spec()
 
 
@@ -218,7 +217,6 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
         self._resolve = resolve
 
     def resolve(self) -> ModuleSpec:
-        """Return the spec for the current arguments."""
         parsed = arguments.command_line()
         if not vars(parsed):
             raise RuntimeError("this spec follows Megatron's arguments, which it has not parsed yet")
@@ -232,12 +230,10 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
 
     @property
     def module(self) -> Any:
-        """The module of the resolved spec."""
         return self.resolve().module
 
     @property
     def submodules(self) -> Any:
-        """The submodules of the resolved spec."""
         return self.resolve().submodules
 
 

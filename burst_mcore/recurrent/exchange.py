@@ -68,7 +68,6 @@ class SavedInputs:
         return box
 
     def fill(self, saved: Sequence[Tensor]) -> None:
-        """Give the graph its saved tensors."""
         for number, box in self._boxes.items():
             box.tensor = saved[number]
 

@@ -47,7 +47,6 @@ class Compose:
 
     @property
     def span(self) -> Span:
-        """The span of the new map."""
         return Span(self.earlier.chain, self.earlier.first, self.later.stop)
 
     def __str__(self) -> str:

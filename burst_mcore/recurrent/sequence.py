@@ -56,7 +56,6 @@ class Shards:
         return _own(*self._sharded, self.topology.rank)
 
     def scan(self, *, backward: bool = False) -> Exchange:
-        """Return the programs of the scan."""
         return scan(*self._sharded, backward=backward)
 
     def halo(self, reach: int) -> Exchange:

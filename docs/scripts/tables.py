@@ -67,7 +67,7 @@ def _section() -> str:
         f"| key | legal | default | meaning |\n{'|---' * 4}|\n",
     )
     others = {name: each for name, each in KEYS.items() if name not in SETTINGS}
-    page = with_rows(page, f"(`make tables` writes them):\n\n{head}", _keys(others))
+    page = with_rows(page, f"has these keys, too:\n\n{head}", _keys(others))
     return with_rows(page, f'## "checkpointing"\n\n{head}', _keys(RECOMPUTE))
 
 

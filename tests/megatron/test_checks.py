@@ -13,7 +13,7 @@ from test_core_attention import _core
 from burst_mcore import BurstConfig
 from burst_mcore.config import SETTINGS
 from burst_mcore.megatron import checks
-from burst_mcore.megatron.arguments import add_arguments, burst_config, flag_of, setting
+from burst_mcore.megatron.arguments import add_arguments, burst_config, flag_of, in_effect, setting
 
 CORES = (
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
@@ -235,6 +235,7 @@ def _arguments(*words, **others):
     ("words", "said"),
     [
         (["--burst-mesh", "2x2"], "--burst-mesh: it is removed; write ring='direct'"),
+        (["--burst-layuot", "striped"], "--burst-layuot striped; did you mean --burst-layout?"),
         (["--burst-layout", "stripes"], "--burst-layout: unknown layout 'stripes'; legal: "),
         (["--burst-kernel", "flash9"], "unknown kernel 'flash9'"),
         (["--context-parallel-attention-backend", "ring"], "invalid choice: 'ring'"),
@@ -260,6 +261,12 @@ def test_flags_are_the_fields_of_the_config_with_its_defaults():
     parsed = add_arguments(ArgumentParser()).parse_args([])
     assert {name: setting(parsed, name) for name in SETTINGS} == {n: s.default for n, s in SETTINGS.items()}
     assert burst_config(_arguments()) == BurstConfig()
+    listed = vars(in_effect(_arguments("--burst-ring", "flat")))
+    assert {name: listed[f"burst_{name}"] for name in SETTINGS} == {
+        **{name: each.default for name, each in SETTINGS.items()},
+        "ring": "flat",
+    }
+    assert listed["burst_mla_latent"] == "off" and "burst_mesh" not in listed
     words = ["--burst-grad-dtype", "bfloat16", "--burst-deterministic", "--burst-no-overlap"]
     words += ["--burst-layout", "striped", "--burst-head-parallel", "auto", "--burst-ring", "flat"]
     assert burst_config(_arguments(*words)) == BurstConfig(

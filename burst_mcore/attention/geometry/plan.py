@@ -56,7 +56,6 @@ class Stretch:
 
     @cached_property
     def rows(self) -> range:
-        """The local rows."""
         return range(int(self.offsets[0]), int(self.offsets[-1]))
 
     def rows_before_each(self, position: Tensor) -> Tensor:
@@ -67,7 +66,6 @@ class Stretch:
         return torch.minimum(self.offsets[index] + steps, self.offsets[index + 1])
 
     def positions(self, row: Tensor) -> Tensor:
-        """Return the global positions of local rows."""
         index = torch.searchsorted(self.offsets[:-1], row.contiguous(), right=True) - 1
         return self.first[index] + (row - self.offsets[index]) * self.step
 

@@ -39,7 +39,6 @@ class Shard:
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
-        """The shape of Q."""
         return self.batch, self.tokens, self.heads, self.head_dim
 
     @property
@@ -59,7 +58,6 @@ class Shard:
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of Q."""
         return self.rows * self.heads * self.head_dim * self.itemsize
 
     @property
@@ -138,7 +136,6 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
         return self.ring_size * self.heads
 
     def ring_rank(self, rank: Number) -> Number:
@@ -150,5 +147,4 @@ class Placement:
         return rank // self.ring_size if self.outer else rank % self.heads
 
     def rank(self, ring_rank: Number, member: Number | int) -> Number:
-        """Return the rank of a member at a ring rank."""
         return ring_rank + member * self.ring_size if self.outer else ring_rank * self.heads + member

@@ -48,7 +48,6 @@ class Route:
 
     @cached_property
     def placement(self) -> Placement:
-        """The ranks of each ring rank."""
         return Placement(self.ring_size, self.heads, self.outer)
 
     @cached_property
@@ -68,7 +67,6 @@ class Route:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
         return self.ring_size * self.heads
 
     @property

@@ -38,7 +38,6 @@ class Rebindable(MegatronModule):  # type: ignore[misc]  # Megatron is untyped
 
     @property
     def cp_group(self) -> Any:
-        """The context-parallel group of attention."""
         return self._cp_group
 
     @cp_group.setter

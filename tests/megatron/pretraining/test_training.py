@@ -242,6 +242,8 @@ def test_a_script_is_also_found_by_its_modules_name(data, alone, tmp_path, monke
     assert well, errors[-3000:]
     losses = [float(loss) for loss in re.findall(r"lm loss: ([0-9.E+-]+)", printed)]
     assert losses[0] == pytest.approx(alone[0].loss, rel=1e-4)
+    settings = dict(re.findall(r"^  burst_(\w+) \.+ (.*)$", printed, re.MULTILINE))
+    assert settings["backward"] == "auto" and settings["overlap"] == "True" and "mesh" not in settings
 
 
 @pytest.mark.parametrize(
