@@ -24,7 +24,7 @@ from typing import Any
 
 from burst_bench.core import first_line
 from burst_bench.launch import in_processes
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.rates import Rates
 
 _PR_SET_PDEATHSIG = 1

@@ -14,7 +14,7 @@ from burst_bench.core import World
 from burst_bench.launch import in_processes, keep_freed_memory
 from burst_bench.methods.attention import ShardedAttention, attended
 from burst_mcore import BurstConfig, Topology
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.schedule import actions as does
 from burst_mcore.attention.schedule.actions import RECORDERS, Action, Channel, Pass
 from burst_mcore.rates import Rates

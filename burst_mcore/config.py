@@ -13,7 +13,7 @@ from burst_mcore.words import brief, no_argument
 
 BACKWARDS = ("auto", "query", "kv")
 RINGS = ("auto", "double", "flat", "direct")
-"""The words of `ring`; "auto" searches only `SEARCHED` of attention/candidates.py."""
+"""The words of `ring`; "auto" searches only `SEARCHED` of attention/schedule/route.py."""
 PLACEMENTS = ("auto", "inner", "outer")
 GRAD_DTYPES = {name: DTYPES[name] for name in ("float32", "bfloat16")}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from burst_mcore.attention.candidates import Ranks
+    from burst_mcore.attention.geometry.shard import Ranks
     from burst_mcore.rates import Rates
 
 Heads = Annotated[int, typer.Option(help="Number of query heads.")]

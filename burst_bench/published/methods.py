@@ -15,12 +15,12 @@ from burst_bench.published import loops
 from burst_bench.published.loops import OURS, Gather, Loop, Passes
 from burst_bench.published.rows import LAYOUTS, Row
 from burst_mcore import Layout, Mask
-from burst_mcore.attention.candidates import Ranks, kernel_seconds, legal_degrees, route_for, why_not_degree
-from burst_mcore.attention.choose import COPIES
+from burst_mcore.attention.choose import COPIES, kernel_seconds
 from burst_mcore.attention.geometry.plan import plan_of as plan_of_mask
-from burst_mcore.attention.geometry.shard import Placement, Shard
+from burst_mcore.attention.geometry.shard import Placement, Ranks, Shard
 from burst_mcore.attention.schedule.actions import Link, Pass, Program
-from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.schedule.heads import legal_degrees, why_not_degree
+from burst_mcore.attention.schedule.route import Route, route_for
 from burst_mcore.dtypes import TRAINED
 from burst_mcore.rates import Rates
 from burst_plan.machines import CONSTANTS, MACHINES

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from burst_bench.core import METHODS, Method, Table
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.dtypes import TRAINED
 from burst_mcore.mask import Mask
 from burst_plan import provenance

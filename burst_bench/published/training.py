@@ -10,7 +10,7 @@ from typing import Any
 from burst_bench.published.methods import FITTED, METHODS, seconds_of
 from burst_bench.published.methods import MethodPlan as AttentionPlan
 from burst_bench.published.rows import Row
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.schedule.actions import Pass
 from burst_plan.machines import MACHINES, Machine
 from burst_plan.step.attention import AttentionTime

@@ -13,10 +13,9 @@ from burst_bench.methods.attention import RingCase
 from burst_bench.methods.kernels import Tiles, both_ways
 from burst_bench.subjects.attention import on_first, ring_trial
 from burst_mcore import BurstConfig, shard
-from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.shard import Placement
+from burst_mcore.attention.geometry.shard import Placement, Ranks
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.kernel import Kernel
 from burst_mcore.attention.kernels.table import choose

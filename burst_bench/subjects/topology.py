@@ -19,10 +19,9 @@ from burst_bench.calibrate import exchange, least
 from burst_bench.core import Bar, Case, Derived, Method, Stage, Table, Trial, World, in_words, one_of
 from burst_bench.methods.attention import attended, share_of
 from burst_mcore import BurstConfig, Layout, Mask, Topology
-from burst_mcore.attention.candidates import Question, Ranks
-from burst_mcore.attention.choose import Candidate, best
+from burst_mcore.attention.choose import Candidate, Question, best
 from burst_mcore.attention.geometry.pattern import Pattern
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose
 from burst_mcore.attention.resolve import call_of

@@ -15,8 +15,7 @@ A folder imports only folders above it. The files of the call itself, from top t
     agree          how the ranks of a ring agree on a forward, a backward, and errors
     replay         results that a checkpointed forward saves for its recomputation
     resolve        requests to calls, each cached; communicators
-    choose         the rule: a lower bound of each candidate's time from counted pairs and bytes
-    candidates     the routes that ranks, shapes and settings allow
+    choose         the rule: a lower bound of each route's time from counted pairs and bytes
     request        one rank's legal arguments, resolved once all ranks' lengths are known
     checks         validation of arguments
     forward, backward   the two passes: tiles x kernel x merge, driven by the ring

@@ -1,5 +1,6 @@
 """The rule by which a call runs: the plainest of the candidates with the best lower bound of time.
 
+Candidates are the routes that settings allow. Similar calls share a representative `Question`, counted once.
 The bound of a pass is the sum over its steps of max(kernel seconds, message seconds). A message starts when
 both of its ends have reached its step. Pairs and bytes are counted from the plan's remote rows, without a
 simulation. `burst_plan` simulates the same candidates, and prints the loss of the rule.
@@ -7,32 +8,30 @@ simulation. `burst_plan` simulates the same candidates, and prints the loss of t
 
 from __future__ import annotations
 
-import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from enum import IntEnum
+from functools import cached_property, lru_cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.candidates import (
-    Family,
-    Question,
-    Settings,
-    expansion_seconds,
-    kernel_seconds,
-    routes,
-    settings_of,
-)
-from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.reading import Reading, pairs_between
-from burst_mcore.attention.geometry.shard import Placement
+from burst_mcore.attention.geometry.plan import Plan, plan_of
+from burst_mcore.attention.geometry.reading import pairs_between
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.schedule.actions import Kind, Pass
+from burst_mcore.attention.schedule.heads import degrees_of
 from burst_mcore.attention.schedule.ring import visits
-from burst_mcore.attention.schedule.route import PASSES, Route, message_bytes
+from burst_mcore.attention.schedule.route import PASSES, Route, message_bytes, placements, rings_of, route_for
 from burst_mcore.config import BurstConfig
+from burst_mcore.layout import Layout
+from burst_mcore.mask import Mask
+from burst_mcore.mask.terms import Documents, Window
+from burst_mcore.rates import Rates
 
 logger = logging.getLogger("burst_mcore")
 
@@ -40,6 +39,144 @@ AS_FAST = 1.05
 """Candidates within this factor of the fastest count as equally fast: the model's median error is 6.6 %."""
 COPIES = 4
 """Memory accesses for a byte of an all-to-all: packed and unpacked, each read and written."""
+MANY = 64
+"""The number of ranks above which a ring repeats its steps, so that fewer nodes are counted."""
+
+
+class Family(IntEnum):
+    """The kinds of candidates of "auto", the plainest first: at a tie the first wins."""
+
+    RING = 0
+    HEADS_WITHIN = 1
+    DIRECT = 2
+    HEADS_ACROSS = 3
+
+    @classmethod
+    def of(cls, route: Route, intra: int) -> Family:
+        """Return the most complex feature that a route uses; intra: ranks of a node."""
+        if route.heads > 1 and route.size > intra and (route.outer or intra % route.heads):
+            return cls.HEADS_ACROSS
+        if route.direct:
+            return cls.DIRECT
+        return cls.HEADS_WITHIN if route.heads > 1 else cls.RING
+
+
+@dataclass(frozen=True)
+class Question:
+    """The facts about a call that decide its time, without settings; the cache key of decisions."""
+
+    shard: Shard
+    layout: Layout
+    mask: Mask
+    n: int
+    """Tokens of the whole sequence."""
+    ranks: Ranks
+    rates: Rates
+
+    @cached_property
+    def typical(self) -> Question:
+        """The representative of all questions with documents of a kind.
+
+        Its documents are about as long as a typical token's document, rounded to a power of two. Their
+        lengths differ, so that they end anywhere in a rank's shard, like real documents.
+        """
+        ends, layout, size = self.mask.document_ends, self.layout, self.ranks.size
+        if ends is None:
+            return self
+        lengths = ends.diff().double()
+        length = min(self.n, 2 ** round(float(((lengths**2).sum() / lengths.sum()).log2())))
+        unit = 2 * size if layout.kind == "zigzag-documents" else 1
+        cycle = (torch.tensor([45, 17, 31, 22, 40]) * length // (31 * unit)).clamp(min=1) * unit
+        ends = cycle.repeat(self.n // int(cycle.sum()) + 1).cumsum(0)
+        cuts = (0, *ends[ends < self.n].tolist(), self.n)
+        if layout.kind == "zigzag-documents":
+            layout = Layout("zigzag-documents", ends=cuts)
+        if layout.kind == "chunks":  # sharded in turn
+            chunks = range(size * len(layout.chunks[0]))
+            layout = Layout("chunks", chunks=tuple(tuple(chunks[rank::size]) for rank in range(size)))
+        return replace(self, layout=layout, mask=self.mask.of_layer & Mask.documents(cuts))
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens between a query and its farthest key, if windows or documents bound them."""
+        ends, windows = self.mask.document_ends, (t for t in self.mask.terms if isinstance(t, Window))
+        bounds = [window.left for window in windows if window.left is not None]
+        return min(bounds + ([] if ends is None else [int(ends.diff().max())]), default=None)
+
+    def shortened(self, degrees: Sequence[int]) -> Question:
+        """Return the question on fewer nodes, if a ring's steps are alike; degrees: of head parallelism."""
+        intra, tokens = self.ranks.intra, self.shard.tokens
+        least = max(MANY, 4 * max(degrees), 2 * (self.reach or 0) / tokens)
+        fits = (x for x in range(intra, self.ranks.size, intra) if self.ranks.size % x == 0 and x >= least)
+        size = next((x for x in fits if not any(x % each for each in degrees)), None)
+        alike = all(isinstance(term, (Window, Documents)) for term in self.mask.terms)
+        if not alike or size is None or self.layout.kind in ("chunks", "zigzag-documents"):
+            return self
+        n = tokens * size
+        return replace(self, mask=self.mask.clipped(n), n=n, ranks=Ranks(size, intra)).typical
+
+
+class Settings(NamedTuple):
+    """The values to try of each setting of `BurstConfig`."""
+
+    overlap: bool
+    rings: tuple[str, ...]
+    degrees: tuple[int, ...]
+    directions: tuple[Pass, ...]
+    placement: str = "auto"
+
+
+def settings_of(config: BurstConfig, question: Question, degrees: tuple[int, ...] | None = None) -> Settings:
+    """Return the values of settings that a configuration allows; degrees: of head parallelism, if known."""
+    degrees = degrees or degrees_of(config, question.ranks, question.shard)
+    sides = (Pass.QUERY, Pass.KV) if config.backward == "auto" else (Pass(config.backward),)
+    rings = rings_of(config.ring, question.ranks)
+    return Settings(config.overlap, rings, degrees, sides, config.head_placement)
+
+
+def routes(question: Question, settings: Settings) -> dict[Route, str]:
+    """Return the routes that settings allow, each with its option of `BurstConfig.ring`."""
+    ranks, words = question.ranks, dict[Route, str]()
+    for degree in settings.degrees:
+        # Compute member by member only where it hides a message.
+        hides = settings.overlap and (question.rates.hidden or degree < ranks.size or degree == 1)
+        for outer, ring in product(placements(settings.placement, degree, ranks), settings.rings):
+            if ring == "flat" and "double" in settings.rings and degree >= ranks.intra and not outer:
+                continue  # the same route: each node shares all heads
+            words.setdefault(route_for(degree, ranks, ring=ring, overlap=hides, outer=outer), ring)
+    return words
+
+
+def kernel_seconds(shard: Shard, pass_: Pass, rates: Rates, pairs: Tensor) -> Tensor:
+    """Return the seconds of kernel calls and of their passes over memory, by their query-key pairs.
+
+    The rows of a call are estimated as sqrt(2 pairs), the side of a triangle with as many pairs. A rotating
+    latent is expanded for each block.
+    """
+    forward, heads = pass_ == Pass.FORWARD, shard.batch * shard.heads
+    rate = rates.compute if forward else rates.backward or rates.compute
+    d, dv = rates.computed(shard.head_dim), rates.computed(shard.value_dim)
+    width = d + dv if forward else 3 * d + 2 * dv  # of 2 products, or of 5
+    per_pair = 2 * heads * width / rate + heads / rates.exponentials
+    wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
+    q, out, kv = heads * shard.head_dim, heads * shard.value_dim, shard.batch * math.prod(shard.carried)
+    # Bytes for each number of a row, as tests/kernels/test_passes.py counts them on a ring of 8.
+    around = {Pass.FORWARD: 2.5 * out, Pass.KV: 2.5 * q + 10 * kv, Pass.QUERY: 10 * q + 2.5 * kv + 3.3 * out}
+    per_row = (rates.fill + wave / 2 / heads) * per_pair + around[pass_] / rates.memory
+    if shard.latent_rotates and pass_ != Pass.QUERY:
+        per_row += expansion_seconds(shard, pass_, rates)
+    return pairs * per_pair + (2 * pairs).sqrt().clamp(max=shard.tokens) * per_row
+
+
+def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
+    """Return the seconds to expand the latent of one token of each sequence, in backward with gradients."""
+    if shard.latent is None:
+        return 0.0
+    products = 1 if pass_ == Pass.FORWARD else 3  # of K and V; of the latent's and of the weights'
+    width, rope = shard.latent
+    made = shard.batch * shard.kv_heads * (shard.head_dim - rope + shard.value_dim)
+    moved = 2 * made * shard.itemsize * (1 if products == 1 else 2)
+    return 2 * products * made * width / rates.compute + moved / rates.memory
 
 
 @dataclass(frozen=True)
@@ -63,10 +200,6 @@ class Candidate:
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
 
-    def __str__(self) -> str:
-        ring = f"{self.ring}{', mirrored' * self.route.mirrored}"
-        return f"{ring}, head_parallel={self.route.heads}{' outer' * self.route.outer}, {self.direction}"
-
 
 def best(costed: Sequence[Candidate]) -> Candidate:
     """Return the plainest of the candidates that are as fast as the fastest (`AS_FAST`).
@@ -81,11 +214,10 @@ def best(costed: Sequence[Candidate]) -> Candidate:
 
 
 def _order(c: Candidate) -> tuple[float, ...]:
-    route = c.route
+    route, sent = c.route, (c.inter_bytes, c.intra_bytes)
     # On a ring of one rank "kv" can start before all of dO has arrived.
     second = (c.direction == Pass.QUERY) == (route.ring_size == 1)
-    bytes_sent = c.inter_bytes, c.intra_bytes
-    return (c.family, c.ring == "flat", *bytes_sent, route.heads, route.outer, second, route.mirrored)
+    return (c.family, c.ring == "flat", *sent, route.heads, route.outer, second, route.mirrored)
 
 
 class Decision(NamedTuple):
@@ -112,205 +244,154 @@ def _of_kind(question: Question, settings: Settings, rotates: str) -> Decision:
     direction, *sides = settings.directions
     if question.ranks.size == 1 or not (others or sides or route.has_mirror or rotates == "auto"):
         return Decision(route, direction, rotates == "on")
-    forms = [question.with_latent(each) for each in (False, True) if rotates in ("auto", ("off", "on")[each])]
-    bests = [best(candidates(each, settings)) for each in forms]
-    latent = bests[-1]  # chosen if it is not slower than K and V, and `best` prefers it
-    gains = rotates == "auto" and latent.seconds <= bests[0].seconds and best(bests) is latent
-    plan = latent if gains else bests[0]
+    forms = {"off": (False,), "on": (True,), "auto": (False, True)}[rotates]
+    shards = [replace(question.shard, latent_rotates=each) for each in forms]
+    bests = [best(candidates(replace(question, shard=each), settings)) for each in shards]
+    # The latent rotates if that is not slower than K and V, and `best` prefers it.
+    plan = bests[-1] if bests[-1].seconds <= bests[0].seconds and best(bests) is bests[-1] else bests[0]
     times = 1e3 * plan.seconds, 1e3 * plan.compute_seconds
     logger.info("%s, backward %s: counted %.1f ms, kernel %.1f ms", plan.route, plan.direction, *times)
-    return Decision(plan.route, plan.direction, gains or rotates == "on")
+    return Decision(plan.route, plan.direction, forms[bests.index(plan)])
 
 
 def candidates(question: Question, settings: Settings) -> list[Candidate]:
     """Return all candidates of the settings, rings in both directions, with counted seconds and bytes."""
-    short, intra, costed = question.shortened(settings.degrees), question.ranks.intra, list[Candidate]()
+    short, costed = question.shortened(settings.degrees), list[Candidate]()
     pairs = pairs_between(short.layout, short.mask, short.n, short.ranks.size)
     # With windows the additional steps of a longer ring only carry messages.
     longer = 1.0 if question.reach is None else question.ranks.size / short.ranks.size
-    counts_of = cache(partial(_Counts, short, pairs, longer))
     both = zip(routes(short, settings).items(), routes(question, settings), strict=True)
     for (route, ring), whole in both:
-        counts = counts_of(route.placement)
-        count_pass = cache(partial(_Counted, counts))
-        turns = (False, True) if route.has_mirror and not counts.plan.everything else (False,)
-        for side, turn in itertools.product(settings.directions, turns):
-            variant = replace(route, mirrored=turn)
-            forward_pass, backward_pass = count_pass(variant, Pass.FORWARD), count_pass(variant, side)
-            within, between = (forward_pass.sent + backward_pass.sent).tolist()
-            candidate = Candidate(
-                ring=ring,
-                route=replace(whole, mirrored=turn),
-                direction=side,
-                forward_seconds=forward_pass.seconds,
-                backward_seconds=backward_pass.seconds,
-                compute_seconds=forward_pass.busiest + backward_pass.busiest,
-                intra_bytes=round(within),
-                inter_bytes=round(between),
-                family=Family.of(whole, intra),
-            )
-            costed.append(candidate)
+        plan = plan_of(short.layout, short.mask, short.n, route.placement)
+        for turn in (False, True) if route.has_mirror and not plan.everything else (False,):
+            passes = Pass.FORWARD, *settings.directions
+            variant, turned = (replace(each, mirrored=turn) for each in (route, whole))
+            first, *others = (_Counted(short, plan, pairs, variant, each, longer) for each in passes)
+            for side, second in zip(settings.directions, others, strict=True):
+                seconds = first.seconds, second.seconds, first.busiest + second.busiest
+                within, between = map(round, (first.sent + second.sent).tolist())
+                family = Family.of(whole, question.ranks.intra)
+                costed.append(Candidate(ring, turned, side, *seconds, within, between, family))
     return costed
-
-
-class _Counts:
-    """The counted work and remote rows of each pair of ring ranks.
-
-    Attributes:
-        pairs: query-key pairs, [ring ranks, members, ring ranks, members].
-        read: the number of remote rows, [owners, readers]; of keys, then of queries.
-    """
-
-    def __init__(self, question: Question, pairs: Tensor, longer: float, placement: Placement) -> None:
-        self.question, self.placement, self.longer = question, placement, longer
-        self.plan = plan_of(question.layout, question.mask, question.n, placement)
-        ring_rank, member = torch.arange(placement.ring_size)[:, None], torch.arange(placement.heads)
-        ranks = placement.rank(ring_rank, member)
-        self.pairs = pairs[ranks[:, :, None, None], ranks]
-        self.read = [self._rows(self.plan.reading(of_queries=each)) for each in (False, True)]
-
-    def _rows(self, reading: Reading) -> Tensor:
-        rows = torch.zeros(reading.size, reading.size, dtype=torch.float64)
-        return rows.index_add_(0, reading.owner, reading.read.T * reading.length[:, None].double())
 
 
 class _Counted:
     """The seconds of a pass over a route, and the bytes that a rank sends."""
 
-    def __init__(self, counts: _Counts, route: Route, pass_: Pass) -> None:
-        question, self.placement, of_queries = counts.question, counts.placement, pass_ == Pass.QUERY
-        shard, self.rates, self.intra = question.shard, question.rates, question.ranks.intra
-        self.route, self.moves, pooled = route, PASSES[pass_], shard.pooled(route.heads)
-        self.longer = counts.longer
-        self.overlap = route.overlap and self.rates.hidden  # else messages take the cores that compute
-        self.size = message_bytes(shard, route, pass_)
+    def __init__(
+        self, question: Question, plan: Plan, pairs: Tensor, route: Route, pass_: Pass, longer: float
+    ) -> None:
+        shard, rates, of_queries = question.shard, question.rates, pass_ == Pass.QUERY
+        self.route, self.rates, self.intra = route, rates, question.ranks.intra
+        self.size, self.gradients = message_bytes(shard, route, pass_), PASSES[pass_].gradients
+        self.overlap = route.overlap and rates.hidden  # else messages take the cores that compute
         self.sent = torch.zeros(2, dtype=torch.float64)
         """Bytes within nodes, and between nodes."""
         self.here = torch.arange(route.ring_size)
-        self.rank = self.placement.rank(self.here, 0)
-        self.node = self.rank // self.intra
-        self.read = counts.read[of_queries].clone().fill_diagonal_(0) / counts.plan.rows
+        ranks = route.placement.rank(self.here[:, None], torch.arange(route.heads))
+        self.rank, self.members = ranks[:, 0], ranks[0]
+        self.read = plan.reading(of_queries=of_queries).shared.double().fill_diagonal_(0) / plan.rows
         """The remote shares of rotating blocks, [owners, readers]."""
-        pairs = (counts.pairs.permute(2, 3, 0, 1) if of_queries else counts.pairs).sum(3)
-        self.work = kernel_seconds(pooled, pass_, self.rates, pairs.sum(1))
-        """Seconds of the kernel, [ring ranks, sources]."""
-        self.by_member = kernel_seconds(pooled, pass_, self.rates, pairs).sum(1)
-        """The same, with staying rows computed member by member."""
+        pairs = pairs[ranks[:, :, None, None], ranks]  # [ring ranks, members] of queries, then of keys
+        pairs = (pairs.permute(2, 3, 0, 1) if of_queries else pairs).sum(3)
+        seconds = partial(kernel_seconds, shard.pooled(route.heads), pass_, rates)
+        self.work, self.parts = seconds(pairs.sum(1)), seconds(pairs).sum(1)
+        """Seconds of the kernel, [ring ranks, sources]; `parts`: with staying rows member by member."""
         self.busiest = float(self.work.sum(1).max())
-        device = float((self._direct() if route.direct else self._ring()).max())
-        device += self._exchange(Kind.ROTATING_IN) + self._exchange(Kind.ROTATING_OUT)
-        if route.overlap:  # messages slow concurrent kernels down
-            links = torch.tensor([self.rates.link(inter=False), self.rates.link(inter=True)])
-            device += self.rates.slowdown * float((self.sent / links).sum())
+        end = self._direct() if route.direct else self._ring(longer)
+        device = float(end.max()) + self._exchange(Kind.ROTATING_IN) + self._exchange(Kind.ROTATING_OUT)
         if not shard.latent_rotates or of_queries:
-            device += shard.tokens * expansion_seconds(shard, pass_, self.rates)
+            device += shard.tokens * expansion_seconds(shard, pass_, rates)
         calls = int((self.work > 0).sum(1).max()) + 2 * (route.heads > 1)
-        self.seconds = max(device, calls * self.rates.call)  # the host runs ahead
-
-    def _transfer(self, source: Tensor, size: Tensor, members: int = 0) -> Tensor:
-        """Return the seconds of messages from these ring ranks, by their bytes; -inf without a message."""
-        inter = self.node[source] != self.node
-        self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
-        within = torch.full(inter.shape, 1 / self.rates.link(inter=False), dtype=torch.float64)
-        for group, rate in self.rates.levels:
-            crosses = self.rank[source] // group != self.rank // group
-            within = torch.where(crosses, within.clamp(min=1 / rate), within)
-        within *= max(1.0, members / 2) ** self.rates.crowding
-        seconds = size * torch.where(inter, 1 / self.rates.link(inter=True), within)
-        return torch.where(size > 0, seconds + self.rates.latency, -torch.inf)
+        self.seconds = max(device, calls * rates.call)  # the host runs ahead
 
     def _exchange(self, kind: Kind) -> float:
         """Return the seconds of an all-to-all in a head group; 0 if the pass has no message of this kind."""
-        size, heads = self.size.get(kind, 0), self.route.heads
+        size, heads, intra = self.size.get(kind, 0), self.route.heads, self.intra
         if heads == 1 or not size:
             return 0.0
-        node = self.placement.rank(self.here[:1], torch.arange(heads)) // self.intra
-        peers = int((node == node[0]).sum()) - 1
-        self.sent += torch.tensor([peers * size, (heads - 1 - peers) * size])
-        within = (
-            peers * max(1.0, min(self.intra, heads) / 2) ** self.rates.crowding / self.rates.link(inter=False)
-        )
-        between = (heads - 1 - peers) / self.rates.link(inter=True)
-        copy_seconds = COPIES * heads / self.rates.memory
-        return float(size * (max(within, between) + copy_seconds) + self.rates.latency)
+        within = int((self.members // intra == self.members[0] // intra).sum()) - 1
+        between = heads - 1 - within
+        self.sent += torch.tensor([within * size, between * size])
+        crowded = max(1.0, min(intra, heads) / 2) ** self.rates.crowding
+        wire = max(within * crowded / self.rates.link(inter=False), between / self.rates.link(inter=True))
+        return float(size * (wire + COPIES * heads / self.rates.memory) + self.rates.latency)
 
-    def _steps(self, source: Tensor) -> Tensor:
+    def _transfer(self, source: Tensor, size: Tensor) -> Tensor:
+        """Return the seconds of messages from these ring ranks, by their bytes; -inf without a message."""
+        inter = self.rank[source] // self.intra != self.rank // self.intra
+        self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
+        members = min(self.intra, self.route.size) * self.route.direct
+        crowded = max(1.0, members / 2) ** self.rates.crowding
+        within, between = crowded / self.rates.link(inter=False), 1 / self.rates.link(inter=True)
+        seconds = size * torch.where(inter, between, within)
+        return torch.where(size > 0, seconds + self.rates.latency, -torch.inf)
+
+    def _kernels(self, source: Tensor) -> Tensor:
         """Return the seconds of steps, [steps, ring ranks]: of kernels, with the all-to-all of rows."""
         work, heads = self.work[self.here, source], self.route.heads
         if heads == 1:
             return work
         rows, result = self._exchange(Kind.STAYING_IN), self._exchange(Kind.STAYING_OUT)
+        parts = self.parts[self.here, source] if self.route.overlap else work
+
+        def around(part: Tensor, seconds: float) -> Tensor:
+            return torch.maximum(part, seconds + part / heads) if self.overlap else part + seconds
+
+        if rows:  # in the first step, member by member
+            work[0] = around(parts[0], rows)
         last = ((work > 0) * torch.arange(len(work))[:, None]).amax(0, keepdim=True)
-        if self.route.overlap:  # rows come in the first step member by member, results leave in the last
-            by_member = self.by_member[self.here, source]
-            work = work.scatter(0, last, by_member.gather(0, last))
-            work[0] = by_member[0] if rows else work[0]
-        if not self.overlap:
-            work[0] += rows
-            return work.scatter_add(0, last, torch.full_like(work[:1], result))
-        work[0] = torch.maximum(work[0], rows + work[0] / heads)
-        leaving = work.gather(0, last)
-        work = work.scatter(0, last, torch.maximum(leaving, result + leaving / heads))
-        return work.clamp(min=rows + result) if len(work) == 1 else work
+        return work.scatter(0, last, around(torch.maximum(work, parts).gather(0, last), result))
 
     def _direct(self) -> Tensor:
         """Return the seconds of a direct exchange: rows arrive while earlier rows are computed."""
         distance = self.here[:, None]
         source, target = (self.here - distance) % len(distance), (self.here + distance) % len(distance)
-        crowd, work = min(self.intra, self.placement.size), self._steps(source)
-        data = self._transfer(source, self.read[source, self.here] * self.size[Kind.DATA], crowd).clamp(min=0)
-        computes = (work > 0) | (distance == 0)
-        before = torch.where(computes, distance, 0).cummax(0).values
-        message_seconds = torch.zeros(len(distance) + 1, len(distance), dtype=torch.float64)
-        message_seconds.scatter_add_(0, before[:-1], torch.maximum(data, data.gather(1, target))[1:])
-        if self.moves.gradients:  # sent back during the next step that computes
-            gradient = self.read[self.here, target] * self.size[Kind.GRADIENT]
-            back = self._transfer(target, gradient, crowd).clamp(min=0)
-            after = torch.where(computes, distance, len(distance)).flip(0).cummin(0).values.flip(0)
-            message_seconds.scatter_add_(0, after[1:], torch.maximum(back, back.gather(1, source))[:-1])
-            message_seconds[-1] += torch.maximum(back, back.gather(1, source))[-1]
-        steps = torch.maximum(work, message_seconds[:-1]) if self.overlap else work + message_seconds[:-1]
-        return steps.sum(0) + message_seconds[-1]
+        size = self.size[Kind.DATA] + self.size[Kind.GRADIENT] * self.gradients
+        arriving = self._transfer(source, self.read[source, self.here] * size).clamp(min=0)
+        message = torch.maximum(arriving, arriving.gather(1, target))
+        work = self._kernels(source)
+        before = torch.where(work > 0, distance, 0).cummax(0).values  # the step that computes meanwhile
+        messages = torch.zeros_like(work).scatter_add_(0, before[:-1], message[1:])
+        return (torch.maximum(work, messages) if self.overlap else work + messages).sum(0)
 
-    def _ring(self) -> Tensor:
-        """Return the end times of ring ranks on a (double) ring."""
-        nodes, intra, gradients = self.route.nodes, self.route.intra, self.moves.gradients
+    def _ring(self, longer: float) -> Tensor:
+        """Return the end times of ring ranks on a (double) ring, with `longer` times the messages."""
+        nodes, intra, turn = self.route.nodes, self.route.intra, self.route.turn
         i, j = torch.arange(nodes)[:, None, None], torch.arange(intra)[:, None]
-        node, place, turn = self.here // intra, self.here % intra, self.route.turn
+        node, place = self.here // intra, self.here % intra
         owner = (node - turn * i) % nodes * intra + (place - turn * j) % intra
         reader = (node + turn * i) % nodes * intra + (place + turn * j) % intra
         previous, before = owner[0, 1 % intra], owner[1 % nodes, 0]
-        rounds = visits(nodes, intra, gradients=gradients)
+        rounds = visits(nodes, intra, gradients=self.gradients)
         steps = torch.tensor([each * intra + at for each, places in rounds for at in places])
+        data, gradient = self.size[Kind.DATA], self.size[Kind.GRADIENT]
         read = self.read[self.here, reader]  # of each owner's block, by round and place
-        by_round = read.amax(1)
-        ahead = read.flip(1).cummax(1).values.flip(1)[i, j, owner] * self.size[Kind.DATA]
-        ahead_of_round = by_round.flip(0).cummax(0).values.flip(0)[i[:, 0], owner[:, 0]]
-        within, across = torch.zeros_like(ahead), torch.zeros(nodes + 1, len(node), dtype=torch.float64)
+        by_round, at = read.amax(1), (i[:, 0], owner[:, 0])
+        ahead = read.flip(1).cummax(1).values.flip(1)[i, j, owner] * data
+        within, across = torch.zeros_like(read), torch.zeros(nodes + 1, len(node), dtype=torch.float64)
         within[:, :-1] = ahead[:, 1:]
-        across[: nodes - 1] = ahead_of_round[1:] * self.size[Kind.DATA]
-        if gradients:
-            so_far = read.cummax(1).values[:, :-1]
-            within[:, 1:] += so_far[i, j[:-1], owner[:, 1:]] * self.size[Kind.GRADIENT]
+        across[: nodes - 1] = by_round.flip(0).cummax(0).values.flip(0)[at][1:] * data
+        if self.gradients:
+            within[:, 1:] += read.cummax(1).values[:, :-1][i, j[:-1], owner[:, 1:]] * gradient
             by_round[0] *= nodes == 1
-            in_rounds = by_round.cummax(0).values[i[:, 0], owner[:, 0]] * self.size[Kind.GRADIENT]
-            across[2:] = in_rounds[1:]
+            across[2:] = by_round.cummax(0).values[at][1:] * gradient
             if nodes > 1 and intra > 1:  # the blocks of the own node come last
                 within[0, 0], within[-1, -1] = 0, ahead[0, 1]
         transfers = self._transfer(previous, within.flatten(0, 1)[steps])
         between = self._transfer(before, across[: len(rounds)])
-        inner = zip(self._steps(owner.flatten(0, 1)[steps]), transfers, strict=True)
+        inner = zip(self._kernels(owner.flatten(0, 1)[steps]), transfers, strict=True)
         clock = torch.zeros(len(node), dtype=torch.float64)
         for (_, places), seconds in zip(rounds, between, strict=True):
-            round_start = clock
+            begun = clock
             for _, (kernel, transfer) in zip(places, inner, strict=False):
                 end = clock + kernel
                 clock = _met(end, clock if self.overlap else end, previous, transfer)
-            clock = _met(clock, round_start if self.overlap else clock, before, seconds)
-        home = previous if intra > 1 else before
-        total = self._transfer(home, read.amax((0, 1)) * self.size[Kind.TOTAL] * gradients)
+            clock = _met(clock, begun if self.overlap else clock, before, seconds)
+        home, total = previous if intra > 1 else before, self.size[Kind.TOTAL] * self.gradients
+        clock = _met(clock, clock, home, self._transfer(home, read.amax((0, 1)) * total))
         carried = torch.maximum(*(each.clamp(min=0).sum(0) for each in (transfers, between)))
-        return _met(clock, clock, home, total) + carried * (self.longer - 1)
+        return clock + carried * (longer - 1)
 
 
 def _met(clock: Tensor, begun: Tensor, source: Tensor, seconds: Tensor) -> Tensor:

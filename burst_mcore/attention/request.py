@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.agreement import Latest, Signature
-from burst_mcore.attention.candidates import Ranks, degrees_of
 from burst_mcore.attention.checks import (
     check_latent,
     check_settings,
@@ -23,9 +22,10 @@ from burst_mcore.attention.checks import (
     check_tensors,
     no_group,
 )
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.heads import degrees_of
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -9,18 +9,10 @@ from itertools import product
 from typing import Any
 
 from burst_mcore.attention.call import Call
-from burst_mcore.attention.candidates import (
-    Question,
-    Ranks,
-    placements,
-    route_for,
-    searched_rings,
-    why_not_placed,
-)
 from burst_mcore.attention.checks import check_lengths
-from burst_mcore.attention.choose import decide
+from burst_mcore.attention.choose import Question, decide
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.geometry.tiles import launches_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
@@ -28,6 +20,8 @@ from burst_mcore.attention.request import Request
 from burst_mcore.attention.runtime.executor import GroupTransport
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.heads import why_not_placed
+from burst_mcore.attention.schedule.route import placements, rings_of, route_for
 from burst_mcore.config import BurstConfig
 
 CALLS = 64
@@ -100,7 +94,7 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         raise ValueError(
             f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
         )
-    variants = product(searched_rings(config.ring, ranks), placements(config.head_placement, degree, ranks))
+    variants = product(rings_of(config.ring, ranks), placements(config.head_placement, degree, ranks))
     for ring, outer in variants:
         route = route_for(degree, ranks, ring=ring, overlap=config.overlap, outer=outer)
         transport = GroupTransport(topology, route, config.max_ctas)

@@ -17,12 +17,13 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from burst_mcore.attention.candidates import Ranks, degrees_of
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.geometry.tiles import launches_of
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, by_rank
 from burst_mcore.attention.request import shard_of
 from burst_mcore.attention.resolve import problem_of
+from burst_mcore.attention.schedule.heads import degrees_of
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.kernels.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.numerics.latent import Latent

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.deepspeed.section import config_dict
 from burst_mcore.rates import Rates, default_rates
 from burst_mcore.transformers.models.supported import use_burst

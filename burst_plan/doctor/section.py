@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from burst_mcore.attention.candidates import Question, Ranks
+from burst_mcore.attention.choose import Question
 from burst_mcore.attention.geometry.cuts import cut_for
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose, preferred
 from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burst_mcore.attention.candidates import Question, Ranks, legal_degrees, settings_of
-from burst_mcore.attention.choose import AS_FAST, Candidate, best
+from burst_mcore.attention.choose import AS_FAST, Candidate, Question, best, settings_of
 from burst_mcore.attention.geometry.plan import Plan, plan_of
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
+from burst_mcore.attention.schedule.heads import legal_degrees
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout

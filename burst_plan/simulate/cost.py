@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.candidates import expansion_seconds
-from burst_mcore.attention.choose import COPIES
+from burst_mcore.attention.choose import COPIES, expansion_seconds
 from burst_mcore.attention.geometry.rows import count
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule import route as route_module

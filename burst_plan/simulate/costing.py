@@ -10,8 +10,7 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
-from burst_mcore.attention.candidates import Family, Question, kernel_seconds
-from burst_mcore.attention.choose import Candidate
+from burst_mcore.attention.choose import Candidate, Family, Question, kernel_seconds
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.shard import Placement, Shard

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from burst_mcore.attention.candidates import Family
-from burst_mcore.attention.choose import AS_FAST, Candidate
+from burst_mcore.attention.choose import AS_FAST, Candidate, Family
 
 PHRASES = {
     Family.RING: "a ring",
@@ -31,13 +30,19 @@ def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
     if not others:
         return f"no other candidate was simulated; {kernel_share}"
     rival = min(others, key=lambda c: c.seconds)
-    ratio = rival.seconds / chosen.seconds
+    ratio, name = rival.seconds / chosen.seconds, _named(rival)
     if ratio * AS_FAST < 1:
-        return f"the rule is {1 / ratio - 1:.0%} behind {rival}, which settings reach; {kernel_share}"
+        return f"the rule is {1 / ratio - 1:.0%} behind {name}, which settings reach; {kernel_share}"
     if ratio > AS_FAST:
-        return f"fastest of the candidates: the next, {rival}, takes {ratio - 1:.0%} longer; {kernel_share}"
+        return f"fastest of the candidates: the next, {name}, takes {ratio - 1:.0%} longer; {kernel_share}"
     gap = f"{ratio - 1:.2%} slower" if ratio >= 1 else f"{1 / ratio - 1:.2%} faster"
-    return f"tied with {rival} ({gap}); chosen because {_preferred(chosen, rival)}; {kernel_share}"
+    return f"tied with {name} ({gap}); chosen because {_preferred(chosen, rival)}; {kernel_share}"
+
+
+def _named(c: Candidate) -> str:
+    """Return a candidate in the words of its settings."""
+    ring = f"{c.ring}{', mirrored' * c.route.mirrored}"
+    return f"{ring}, head_parallel={c.route.heads}{' outer' * c.route.outer}, {c.direction}"
 
 
 def _preferred(chosen: Candidate, rival: Candidate) -> str:

@@ -10,12 +10,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from burst_mcore.attention.candidates import RINGS, Family, Question, Settings, routes, settings_of
-from burst_mcore.attention.choose import AS_FAST, Candidate, best, decide
+from burst_mcore.attention.choose import (
+    AS_FAST,
+    Candidate,
+    Family,
+    Question,
+    Settings,
+    best,
+    decide,
+    routes,
+    settings_of,
+)
 from burst_mcore.attention.choose import candidates as counted_candidates
 from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.route import Route
-from burst_mcore.config import BurstConfig
+from burst_mcore.config import RINGS, BurstConfig
 from burst_plan.simulate.costing import Costs
 
 PARTNERS = 2**14
@@ -105,8 +114,8 @@ def costed(
     degrees: degrees of head parallelism to try; default: all that the configuration allows.
     """
     settings = settings_of(config, question, degrees)
-    rings = RINGS if config.ring == "auto" and question.ranks.size <= MANY else settings.rings
-    return candidates(question, replace(settings, rings=rings))
+    rings = RINGS[1:] if config.ring == "auto" and question.ranks.size <= MANY else settings.rings
+    return candidates(question, settings._replace(rings=rings))
 
 
 def tried(config: BurstConfig, question: Question) -> tuple[Candidate, ...]:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.candidates import Question, Ranks
-from burst_mcore.attention.choose import AS_FAST
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.choose import AS_FAST, Question
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.layout.balance import keys_per_query

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.rates import Rates
 from burst_plan.machines import Machine
 from burst_plan.step.attention import LAYOUTS, UNSCATTERED, AttentionTime, again, attention, keys

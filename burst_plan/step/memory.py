@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.numerics.merge import GradientSum
 from burst_mcore.loss.chunked import CHUNK_BYTES
 from burst_mcore.loss.products import VOCABULARY_BLOCK, Products
 from burst_plan.step.model import Model
@@ -82,9 +83,27 @@ def moments(
         for place, part in enumerate(parts):
             now = {f"backward of {part.name}": part.backward, **work}
             if part.name == "attention" and plan.cp > 1 and not alone:
-                results = shard.backward_bytes(plan.cp, nodes, of_queries=direction == "query")
+                results = backward_bytes(shard, plan.cp, nodes, of_queries=direction == "query")
                 now["results of a tile"] = on_gpu(shard, plan) * max(0.0, results - buffers["ring buffers"])
             yield f"{kind}.{place}: backward of {part.name}", (base, *others, kept(parts[: place + 1]), now)
+
+
+def backward_bytes(shard: Shard, ranks: int, nodes: int, *, of_queries: bool) -> float:
+    """Return the peak bytes that a causal backward adds, on a ring of `ranks` over `nodes`.
+
+    The sum of rotating blocks and gradients, staying gradients, local gradients, and a tile's results.
+    """
+    data, gradient = shard.block_bytes(of_queries=of_queries)
+    _, stays = shard.block_bytes(of_queries=not of_queries)
+    sides = (shard.q_bytes, shard.kv_bytes) if of_queries else (shard.kv_bytes, shard.q_bytes)
+    blocks, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
+    if 1 < nodes < ranks:
+        blocks, sums = 2 + (nodes > 3), 3 + (ranks > 2 * nodes)
+    if nodes == 2 < ranks:  # the mask removes half of the gradients that return to their own node
+        sums = 3.5 if ranks > 6 else 2
+    halves = of_queries and shard.kv_bytes / 2 > GradientSum.waiting_bytes and shard.kv_heads % 2 == 0
+    tile = (sides[1] / 2 + of_queries * shard.out_bytes) / (2 if halves else 1) + 2 * shard.statistic_bytes
+    return float(blocks * data + sums * gradient + stays + 2 * sides[0] + tile)
 
 
 def _times(number: float, stack: dict[str, float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_plan.step.model import Model
 
 FRAMEWORKS = ("megatron", "deepspeed")

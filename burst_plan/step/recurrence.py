@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.schedule.actions import Recv
 from burst_mcore.layout import Layout
 from burst_mcore.rates import Rates

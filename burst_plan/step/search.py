@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.choose import AS_FAST
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_plan.step.advice import advice, notes
 from burst_plan.step.figures import Cluster, PredictedStep, short, step
 from burst_plan.step.memory import longest, shard_of, stack, total

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.rates import Rates
 from burst_plan.machines import CONSTANTS, Constants
 from burst_plan.step.attention import AttentionTime

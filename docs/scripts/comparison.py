@@ -9,8 +9,8 @@ from drawing import GREY, Drawing, colour
 
 from burst_bench.published.methods import FITTED, MethodPlan, plan_of, seconds_of
 from burst_bench.published.rows import Row
-from burst_mcore.attention.candidates import legal_degrees
 from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.heads import legal_degrees
 from burst_plan.machines import MACHINES
 from burst_plan.step.memory import stack, total
 from burst_plan.step.model import PRESETS

@@ -14,10 +14,12 @@ import torch
 from tables import with_rows
 
 from burst_bench.methods.attention import share_of
-from burst_mcore.attention.candidates import RINGS, Family, Question, Ranks, Settings, legal_degrees, routes
-from burst_mcore.attention.choose import AS_FAST
+from burst_mcore.attention.choose import AS_FAST, Family, Question, Settings, routes
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.schedule.actions import Pass
+from burst_mcore.attention.schedule.heads import legal_degrees
 from burst_mcore.attention.schedule.route import Route
+from burst_mcore.config import RINGS
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_plan.machines import MACHINES
@@ -65,7 +67,7 @@ def cell(cluster: str, machine: str, mask: str, kv_heads: int, n: int) -> Cell:
     shard = share_of(n // ranks.size, 32, kv_heads, 128, torch.bfloat16)
     question = Question(shard, Layout("zigzag"), seen, n, ranks, MACHINES[machine].rates).typical
     degrees = tuple(legal_degrees(ranks, 32, kv_heads))
-    every = Settings(overlap=True, rings=RINGS, degrees=degrees, directions=(Pass.QUERY, Pass.KV))
+    every = Settings(overlap=True, rings=RINGS[1:], degrees=degrees, directions=(Pass.QUERY, Pass.KV))
     seconds: Cell = {}
     for route, ring in routes(question, every).items():
         family, costs = Family.of(route, question.ranks.intra), Costs(question, route.placement)

@@ -18,10 +18,10 @@ from tables import with_rows
 
 from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.candidates import SEARCHED, Question, Settings, legal_degrees, routes
-from burst_mcore.attention.choose import AS_FAST, decide
+from burst_mcore.attention.choose import AS_FAST, Question, Settings, decide, routes
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.schedule.route import Route
+from burst_mcore.attention.schedule.heads import legal_degrees
+from burst_mcore.attention.schedule.route import SEARCHED, Route
 from burst_plan.machines import MACHINES
 from burst_plan.simulate.costing import Costs
 

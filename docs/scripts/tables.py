@@ -16,8 +16,10 @@ from predictions import summary
 from step_errors import judged, ranges, table
 from volume import Share, least, of_columns, of_ring, of_rows
 
-from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.schedule.actions import Link, Pass
+from burst_mcore.attention.schedule.heads import legal_degrees
+from burst_mcore.attention.schedule.route import route_for
 from burst_mcore.config import SETTINGS, Setting
 from burst_mcore.deepspeed.section import KEYS, RECOMPUTE
 from burst_plan.step.figures import TABLE

@@ -9,8 +9,8 @@ import torch
 from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
 from burst_mcore.attention import choose as choose_module
-from burst_mcore.attention.candidates import Family, Question, Ranks
-from burst_mcore.attention.choose import Candidate, best, decide
+from burst_mcore.attention.choose import Candidate, Family, Question, best, decide
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.rates import CPU, CUDA, Rates
 from burst_plan.machines import MACHINES

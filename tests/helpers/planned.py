@@ -6,10 +6,9 @@ import torch
 
 from burst_bench.methods.attention import share_of
 from burst_mcore import BurstConfig, Layout, Mask
-from burst_mcore.attention.candidates import Question, Ranks
-from burst_mcore.attention.choose import decide
+from burst_mcore.attention.choose import Question, decide
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.shard import Placement
+from burst_mcore.attention.geometry.shard import Placement, Ranks
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels.cpu import KERNEL as CPU
 from burst_mcore.attention.schedule.actions import Pass

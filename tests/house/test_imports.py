@@ -48,7 +48,6 @@ WITHIN = {
     "attention": [
         {"geometry"},
         {"schedule", "numerics"},
-        {"candidates"},
         {"choose"},
         {"kernels", "runtime"},
         {"call", "checks"},

@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_mcore import BurstConfig, Mask, Topology, packages
-from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.geometry.tiles import Launches
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta

@@ -10,7 +10,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from burst_mcore import BurstConfig, Mask
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.rates import Rates
 from burst_plan.cli import app
 from burst_plan.explain import predict

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from burst_mcore import Layout
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.recurrent import kernels
 from burst_mcore.recurrent.bound import MIXERS, mixers_of
 from burst_mcore.recurrent.halo import halo

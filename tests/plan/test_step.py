@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from burst_mcore.attention.candidates import Question, Ranks
-from burst_mcore.attention.choose import decide
+from burst_mcore.attention.choose import Question, decide
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.megatron.arguments import add_arguments

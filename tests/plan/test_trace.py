@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from burst_bench.methods.attention import share_of
 from burst_bench.trace import record
 from burst_mcore import BurstConfig, Layout, Mask, Topology, burst_attention
-from burst_mcore.attention.candidates import Question
-from burst_mcore.attention.choose import AS_FAST, decide
+from burst_mcore.attention.choose import AS_FAST, Question, decide
 from burst_mcore.attention.schedule.actions import Compute, Recv
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.rates import Rates

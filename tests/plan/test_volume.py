@@ -4,10 +4,10 @@ import pytest
 import torch
 from volume import Share, least, of_ring
 
-from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
-from burst_mcore.attention.schedule.route import Route, schedule
+from burst_mcore.attention.schedule.heads import legal_degrees
+from burst_mcore.attention.schedule.route import Route, route_for, schedule
 from burst_plan.simulate.cost import mean_bytes, message_bytes
 
 DTYPES = {

@@ -13,8 +13,8 @@ from sharded import whole
 from test_masks_on_rings import DTYPES, random_call
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
-from burst_mcore.attention.candidates import Ranks
 from burst_mcore.attention.geometry.cuts import cut_for
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.checkpointing import Full, KeepAttention, Segment, checkpoint
 

@@ -11,7 +11,8 @@ from ranks import processes
 from sharded import whole
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
-from burst_mcore.attention.candidates import Ranks, legal_degrees
+from burst_mcore.attention.geometry.shard import Ranks
+from burst_mcore.attention.schedule.heads import legal_degrees
 
 INPUTS = ("q", "k", "v", "dout")
 

@@ -6,7 +6,7 @@ buffer of its own. Four places know a ring; docs/evidence/architecture.md names 
 1. The writer makes the program of one ring rank: `eager`, in a file of attention/schedule.
 2. A `Route` says which ring it is, and whether its mirror image differs (`has_mirror`): `Eager`.
 3. `route.on_ring` asks the writer for the program of such a route.
-4. `candidates.route_for` makes the route of some ranks for a word of `BurstConfig.ring`. A ring that stays
+4. `route.route_for` makes the route of some ranks for a word of `BurstConfig.ring`. A ring that stays
    gets a word of its own in config.RINGS; this one takes that of the direct exchange.
 """
 
@@ -22,7 +22,7 @@ from sharded import whole_results
 from test_simulation import simulate
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology
-from burst_mcore.attention import candidates, resolve
+from burst_mcore.attention import choose, resolve
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.schedule import route as routes
 from burst_mcore.attention.schedule.actions import (
@@ -81,7 +81,7 @@ class Eager(Route):
 @pytest.fixture
 def registered(monkeypatch) -> Iterator[list[Route]]:
     """Put the ring in; the list gets each route that `route_for` makes of it."""
-    on_ring, route_for, made = routes.on_ring, candidates.route_for, []
+    on_ring, route_for, made = routes.on_ring, routes.route_for, []
 
     def on_this_ring(ring_rank, route, moves, messages=Messages()):
         if isinstance(route, Eager):
@@ -95,7 +95,7 @@ def registered(monkeypatch) -> Iterator[list[Route]]:
         return made[-1]
 
     monkeypatch.setattr(routes, "on_ring", on_this_ring)
-    for module in (candidates, resolve):
+    for module in (choose, resolve):
         monkeypatch.setattr(module, "route_for", route_of)
     return made
 

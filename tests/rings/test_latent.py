@@ -17,10 +17,10 @@ from sharded import whole
 from torch import Tensor
 
 from burst_mcore import BurstConfig, Latent, Layout, Mask, Topology, burst_attention, shard
-from burst_mcore.attention.candidates import Question, Ranks, legal_degrees
-from burst_mcore.attention.choose import decide
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.choose import Question, decide
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule.heads import legal_degrees
 from burst_mcore.attention.schedule.route import Route
 from burst_mcore.checkpointing import Segment, checkpoint
 from burst_mcore.rates import Rates

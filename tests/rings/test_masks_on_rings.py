@@ -23,8 +23,9 @@ from burst_mcore import (
     shard,
 )
 from burst_mcore.attention import function
-from burst_mcore.attention.candidates import Ranks, legal_degrees
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.kernels.table import KERNELS
+from burst_mcore.attention.schedule.heads import legal_degrees
 from burst_mcore.attention.schedule.route import program
 from burst_plan.simulate.cost import link_bytes, message_bytes
 

@@ -22,10 +22,11 @@ from test_simulation import simulate
 from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore import BurstConfig, Layout, Mask, Topology
-from burst_mcore.attention.candidates import Ranks, legal_degrees
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.kernels import table
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.schedule.actions import Send
+from burst_mcore.attention.schedule.heads import legal_degrees
 from burst_mcore.attention.schedule.route import Route
 
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}

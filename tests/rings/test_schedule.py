@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from burst_mcore.attention.candidates import Ranks, route_for
 from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.schedule.actions import (
     Accumulate,
     Add,
@@ -23,7 +23,7 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
     posted_together,
 )
-from burst_mcore.attention.schedule.route import Route, Schedule, schedule
+from burst_mcore.attention.schedule.route import Route, Schedule, route_for, schedule
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_plan.explain.verify import verify

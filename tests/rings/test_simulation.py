@@ -19,17 +19,17 @@ from torch.nn.functional import pad
 from burst_mcore import Layout, Mask, shard, unshard
 from burst_mcore.attention.backward import _Backward, backward
 from burst_mcore.attention.call import Call, Keys, Queries
-from burst_mcore.attention.candidates import Ranks, legal_degrees, route_for
 from burst_mcore.attention.forward import Inputs, _Forward, forward
 from burst_mcore.attention.geometry.plan import plan_of
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.kernels.kernel import Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics import merge
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.merge import KeyBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
-from burst_mcore.attention.schedule.heads import share_of_heads
-from burst_mcore.attention.schedule.route import Route, program, schedule
+from burst_mcore.attention.schedule.heads import legal_degrees, share_of_heads
+from burst_mcore.attention.schedule.route import Route, program, route_for, schedule
 from burst_plan.explain.verify import verify
 from burst_plan.simulate.cost import link_bytes, link_class, message_bytes
 

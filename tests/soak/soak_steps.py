@@ -24,7 +24,7 @@ from test_masks_on_rings import DTYPES, KERNEL, random_call
 from test_recompute_on_ranks import _local as recomputed
 
 from burst_mcore import Topology
-from burst_mcore.attention.candidates import Ranks
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.checkpointing import Full, KeepAttention, Segment
 
 Draw = random.Random

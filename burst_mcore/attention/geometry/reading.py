@@ -64,10 +64,15 @@ class Reading:
         return bounds
 
     @cached_property
+    def shared(self) -> Tensor:
+        """Int32 [owners, readers]: the number of the owner's rows that the reader reads."""
+        rows = torch.zeros(self.size, len(self.read), dtype=torch.int32)
+        return rows.index_add_(0, self.owner, self.read.T * self.length[:, None].to(torch.int32))
+
+    @cached_property
     def meets(self) -> Tensor:
         """Bool [owners, readers]: whether the reader reads any row of the owner."""
-        read = torch.zeros(self.size, len(self.read), dtype=torch.int32)
-        return read.index_add_(0, self.owner, self.read.T.to(torch.int32)) > 0
+        return self.shared > 0
 
     @cached_property
     def of_all(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 class Shard:
     """The shapes and dtypes of one rank's shard, which fix the bytes of its tensors and messages."""
 
-    waiting_bytes: ClassVar[int] = 2**25
-    """The maximum bytes of pending parts of a gradient, which are added in one pass over memory."""
     batch: int
     tokens: int
     heads: int
@@ -100,22 +98,13 @@ class Shard:
             return data, self.gradient_bytes(self.q_bytes)
         return self.kv_bytes, self.gradient_bytes(self.kv_bytes)
 
-    def backward_bytes(self, ranks: int, nodes: int, *, of_queries: bool) -> float:
-        """Return the peak bytes that a causal backward adds, on a ring of `ranks` over `nodes`.
 
-        The sum of rotating blocks and gradients, staying gradients, local gradients, and a tile's results.
-        """
-        data, gradient = self.block_bytes(of_queries=of_queries)
-        _, stays = self.block_bytes(of_queries=not of_queries)
-        sides = (self.q_bytes, self.kv_bytes) if of_queries else (self.kv_bytes, self.q_bytes)
-        blocks, sums = min(2, max(1, ranks - 2)), min(2, ranks - 1) - (2 < ranks < 5 and not of_queries) / 2
-        if 1 < nodes < ranks:
-            blocks, sums = 2 + (nodes > 3), 3 + (ranks > 2 * nodes)
-        if nodes == 2 < ranks:  # the mask removes half of the gradients that return to their own node
-            sums = 3.5 if ranks > 6 else 2
-        halves = of_queries and self.kv_bytes / 2 > self.waiting_bytes and self.kv_heads % 2 == 0
-        tile = (sides[1] / 2 + of_queries * self.out_bytes) / (2 if halves else 1) + 2 * self.statistic_bytes
-        return float(blocks * data + sums * gradient + stays + 2 * sides[0] + tile)
+@dataclass(frozen=True)
+class Ranks:
+    """The number of ranks, `size` in all and `intra` on each node: a Topology without process groups."""
+
+    size: int
+    intra: int
 
 
 Number = TypeVar("Number", int, Tensor)

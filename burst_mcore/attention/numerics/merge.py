@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, shares, strided, view
-from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.dtypes import of_parts
 
@@ -268,7 +267,7 @@ class GradientSum(_Sum):
     """The running gradient of a tensor, in at least float32."""
 
     _blank = (0.0,)
-    waiting_bytes = Shard.waiting_bytes
+    waiting_bytes = 2**25
     """Less than in forward: in backward memory is scarcest, and kernels take three times as long."""
 
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Generic, NamedTuple
 
-from burst_mcore.attention.geometry.shard import Placement
+from burst_mcore.attention.geometry.shard import Placement, Ranks, Shard
 from burst_mcore.attention.schedule.actions import (
     Action,
     Channel,
@@ -22,6 +22,7 @@ from burst_mcore.attention.schedule.actions import (
     Wait,
 )
 from burst_mcore.attention.schedule.carried import Carried, T
+from burst_mcore.config import BurstConfig
 
 
 def share_of_heads(total: int, member: int, size: int) -> range:
@@ -40,6 +41,36 @@ def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
     if kv_heads % degree and degree % kv_heads:
         return f"{kv_heads} K/V heads and {degree} do not divide one another"
     return None
+
+
+def why_not_placed(degree: int, ranks: Ranks) -> str | None:
+    """Return why the ranks cannot be cut into groups of `degree`; None if they can."""
+    return f"it does not divide the {ranks.size} ranks" if ranks.size % degree else None
+
+
+def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
+    """Return why `degree` ranks cannot share these heads; None if they can."""
+    return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
+
+
+def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:
+    """Return the degrees of head parallelism that ranks and heads allow."""
+    return [d for d in range(1, ranks.size + 1) if why_not_degree(d, ranks, heads, kv_heads) is None]
+
+
+def degrees_of(config: BurstConfig, ranks: Ranks, shard: Shard) -> tuple[int, ...]:
+    """Return the degrees of head parallelism to choose from; ValueError if the configured one is illegal."""
+    degree = config.head_parallel
+    if not isinstance(degree, int):
+        return tuple(legal_degrees(ranks, shard.heads, shard.kv_heads))
+    why_not = why_not_degree(degree, ranks, shard.heads, shard.kv_heads)
+    if why_not is not None:
+        raise ValueError(
+            f"head_parallel={degree} is not legal with {shard.heads} heads, {shard.kv_heads} K/V heads and "
+            f"{ranks.size} ranks, {ranks.intra} a node: {why_not}; legal: "
+            f"{legal_degrees(ranks, shard.heads, shard.kv_heads)}"
+        )
+    return (degree,)
 
 
 class Moves(NamedTuple):

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 
 from burst_mcore.attention.geometry.plan import Plan, cached_on_plan
-from burst_mcore.attention.geometry.shard import Placement, Shard
+from burst_mcore.attention.geometry.shard import Placement, Ranks, Shard
 from burst_mcore.attention.schedule.actions import Channel, Kind, Link, Pass, Program
 from burst_mcore.attention.schedule.carried import Itinerary, Messages, OfRingRank, T
 from burst_mcore.attention.schedule.direct import direct
@@ -81,6 +81,49 @@ class Route:
         spacing = f" ranks, {self.ring_size} apart" if self.outer else ""
         heads = f", heads over {self.heads}{spacing}" if self.heads > 1 else ""
         return f"{ring}{heads}{'' if self.overlap else ', no overlap'}"
+
+
+def route_for(degree: int, ranks: Ranks, *, ring: str, overlap: bool, outer: bool = False) -> Route:
+    """Return the route of `degree` ranks that share heads: neighbours, or one rank of each ring (`outer`).
+
+    ring: "double", "flat" or "direct". A double ring that nodes cut into unequal parts becomes flat.
+    """
+    ring_size, outer = ranks.size // degree, outer and 1 < degree < ranks.size
+    if ring == "direct":
+        return Route(1, ring_size, degree, overlap, direct=ring_size > 1, outer=outer)
+    nodes = 1 if ring == "flat" else _nodes_of_ring(ring_size, 1 if outer else degree, ranks.intra)
+    return Route(nodes, ring_size // nodes, degree, overlap, outer=outer)
+
+
+def _nodes_of_ring(ring_size: int, spacing: int, intra: int) -> int:
+    """Return the number of nodes of a ring with ring ranks `spacing` ranks from each other."""
+    if spacing % intra == 0:
+        return ring_size
+    return ring_size * spacing // intra if intra % spacing == 0 and ring_size * spacing % intra == 0 else 1
+
+
+SEARCHED = ("double", "direct")
+"""The rings that "auto" searches; a flat ring has no further gain: docs/evidence/decisions.md."""
+
+
+def rings_of(setting: str, ranks: Ranks) -> tuple[str, ...]:
+    """Return the rings that a setting of `BurstConfig.ring` allows."""
+    if setting != "auto":
+        return (setting,)
+    # With two ranks ring and direct exchange differ only in the dtype of gradients, narrower on the ring.
+    return SEARCHED if ranks.size > 2 else SEARCHED[:1]
+
+
+def placements(setting: str, degree: int, ranks: Ranks) -> tuple[bool, ...]:
+    """Return the placements of a head group's members to try: neighbours (False), far apart (True), or both.
+
+    setting: `BurstConfig.head_placement`. With several nodes "auto" tries groups over several nodes.
+    """
+    if degree in (1, ranks.size) or setting == "inner":
+        return (False,)
+    if setting == "outer":
+        return (True,)
+    return (False,) if ranks.size == ranks.intra else (False, True)
 
 
 PASSES = {
