@@ -25,7 +25,7 @@ def start(case: TrainedCase, world: World) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
     if world.device == "cpu":
-        from burst_mcore.deepspeed.cpu import prepare_cpu
+        from burst_mcore.deepspeed.settings import prepare_cpu
 
         prepare_cpu()
     deepspeed.init_distributed("gloo" if world.device == "cpu" else "nccl", verbose=False)

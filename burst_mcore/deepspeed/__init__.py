@@ -1,23 +1,20 @@
 """DeepSpeed and Hugging Face: unmodified causal LMs train over sharded sequences, by DeepSpeed's JSON.
 
     section                the section "burst_attention" of the JSON: its keys and its errors
-    settings               DeepSpeed's own settings: reading and refusals
+    settings               DeepSpeed's own settings: reading, refusals, and what a CPU replaces
     groups                 the CP groups, as DeepSpeed takes them; the mean of gradients over all ranks
-    cpu                    DeepSpeed on a CPU, over gloo, without a compiler
     initialize             from a model and the JSON to an engine that trains over sharded sequences
     distributed_attention  a stand-in for DeepSpeed's DistributedAttention
     loader                 Accelerate's loaders, which give the ranks of a CP group equal batches
-    model                  a model that Accelerate prepares
     accelerate             Accelerate, the Trainer and TRL: names that are replaced, and what stands there
 
 Models, batches and losses over shards are burst_mcore.transformers', which knows nothing of DeepSpeed.
 """
 
-from burst_mcore.deepspeed.accelerate import replace_ulysses, restore_ulysses
+from burst_mcore.deepspeed.accelerate import BurstSPAttentionHF, replace_ulysses, restore_ulysses
 from burst_mcore.deepspeed.distributed_attention import BurstDistributedAttention
 from burst_mcore.deepspeed.initialize import initialize, shard_loader, whole_loss
 from burst_mcore.deepspeed.loader import BurstSPDataLoaderAdapter
-from burst_mcore.deepspeed.model import BurstSPAttentionHF
 from burst_mcore.deepspeed.section import Section, SectionError
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError

@@ -6,18 +6,17 @@ the package's own and returns ours. Without CP groups the own one is called.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from accelerate.utils.operations import gather_object, recursively_apply
-
 import burst_mcore.transformers.trainer as shared
-from burst_mcore.deepspeed.cpu import prepare_cpu
-from burst_mcore.deepspeed.loader import BurstSPDataLoaderAdapter, adapter_of, sharding_to_groups, skipping
-from burst_mcore.deepspeed.model import BurstSPAttentionHF, without_compilers
+from burst_mcore.deepspeed.groups import unit_of
+from burst_mcore.deepspeed.initialize import prepare_for_engine
+from burst_mcore.deepspeed.loader import adapted, dispatching_to_groups, sharding_to_groups
+from burst_mcore.deepspeed.section import Section, section_of
+from burst_mcore.deepspeed.settings import prepare_cpu, refuse_config, without_builds
+from burst_mcore.transformers.agreement import on_all_ranks
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.transformers.models.strategies import LoadedBatch
 from burst_mcore.wrap import around
 
 SUPPORTED = {
@@ -49,49 +48,15 @@ def _places() -> list[shared.Place]:
     from deepspeed.runtime.sequence_parallel import ulysses_sp
     from transformers import trainer
 
-    name, own = "skip_first_batches", data_loader.skip_first_batches  # a script may have imported it
-    skippers = [m for m in [*sys.modules.values()] if getattr(m, "__dict__", {}).get(name) is own]
     return [
         (ulysses_sp, "UlyssesSPAttentionHF", lambda _: BurstSPAttentionHF),
-        (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: BurstSPDataLoaderAdapter),
+        (ulysses_sp, "UlyssesSPDataLoaderAdapter", lambda _: adapted),
         *((module, "prepare_data_loader", sharding_to_groups) for module in (data_loader, accelerator)),
-        *((module, name, skipping) for module in skippers),
+        (data_loader.DataLoaderDispatcher, "__init__", dispatching_to_groups),
         (accelerator, "_refuse_recurrent_layers_under_sequence_parallelism", lambda _: lambda model: None),
         (accelerator.Accelerator, "_prepare_deepspeed", without_compilers),
-        (accelerator.Accelerator, "gather", gathering_all),
-        (accelerator.Accelerator, "gather_for_metrics", gathering),
         (trainer.Trainer, "__init__", counting_tokens),
-        (trainer.Trainer, "get_batch_samples", batches_of_training),
     ]
-
-
-@around
-def gathering(own: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Accelerator.gather_for_metrics, for loaders of CP groups as well: see `counted`."""
-    loader = adapter_of(self.gradient_state.active_dataloader)
-    if loader is None:
-        return own(self, input_data, use_gather_object)
-    if use_gather_object or not _is_of_tensors(input_data):
-        return [x for part in loader.counted(gather_object([list(input_data)])) for x in part]
-    return recursively_apply(lambda x: torch.cat(loader.counted(shared.rows_of_ranks(x))), input_data)
-
-
-@around
-def gathering_all(own: Callable[..., Any], self: Any, tensor: Any) -> Any:
-    """Accelerator.gather, also of an evaluation's last batches, which may have unequal numbers of rows."""
-    loader = adapter_of(self.gradient_state.active_dataloader)
-    if loader is None or loader.last is None:
-        return own(self, tensor)
-    return recursively_apply(lambda x: torch.cat(shared.rows_of_ranks(x)), tensor)
-
-
-def _is_of_tensors(x: Any) -> bool:
-    """Return whether lists, tuples and dicts have nothing but tensors."""
-    try:
-        recursively_apply(lambda each: each, x, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
 
 
 @around
@@ -106,20 +71,79 @@ def counting_tokens(init: shared.AnyMethod, self: Any, *args: Any, **kwargs: Any
         self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
 
 
-@around
-def batches_of_training(own: shared.AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trainer.get_batch_samples: the model trains, although an evaluation came before its first batch."""
-    if shared.sharing(self, "sp_size") > 1:
-        self.model.train()
-    return own(self, *args, **kwargs)
-
-
 def _refuse_other_trainers(kind: type) -> None:
     """Raise RefusedError for a trainer of TRL whose loss over shards is not known, or a subclass of one."""
     names = [f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")]
     if names and names[0] not in SUPPORTED:
-        raise RefusedError(
-            "trainer",
-            f"{kind.__name__} is not supported over CP groups. Of TRL these are: "
-            f"{', '.join(sorted({each.rsplit('.')[-1] for each in SUPPORTED}))}",
-        )
+        supported = ", ".join(sorted({each.rsplit(".")[-1] for each in SUPPORTED}))
+        text = f"{kind.__name__} is not supported over CP groups. Of TRL these are: {supported}"
+        raise RefusedError("trainer", text)
+
+
+@around
+def without_compilers(own: shared.AnyMethod, self: Any, *args: Any) -> Any:
+    """Accelerator._prepare_deepspeed: on CPUs optimizers stay torch's, also with offload_optimizer."""
+    config = self.deepspeed_plugin.deepspeed_config
+    config.update(without_builds(config))
+    return own(self, *args)
+
+
+class BurstSPAttentionHF:
+    """Takes the place of UlyssesSPAttentionHF: `register_with_transformers` prepares a model."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
+        """Prepare a model, in place, as `initialize` does; DeepSpeed's configuration is Accelerate's.
+
+        Args:
+            model_name_or_path: the model; a name cannot be prepared.
+            core_attn_implementation: not used, nor are lengths and micro_batch_size: any kernel, any length.
+            disable_in_eval: in evaluation a batch that differs by rank, or stands beside a cache, is a whole
+                one of this rank alone.
+
+        Returns:
+            The mpu for deepspeed.initialize; None for one rank.
+
+        Raises:
+            RefusedError, SectionError: as `initialize`.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        if isinstance(model_name_or_path, str):
+            raise RefusedError("model", f"give the model itself, not its name {model_name_or_path!r}")
+        section = on_all_ranks(lambda: _read(sequence_parallel_size))
+        unit = unit_of(sequence_parallel_size)
+        sequence = prepare_for_engine(model_name_or_path, section, unit)
+        sequence.batches = LoadedBatch(sequence, alone=disable_in_eval)
+        return unit
+
+
+def _read(size: int) -> Section:
+    """Return the section of DeepSpeed's configuration as Accelerate is about to pass it."""
+    from accelerate.state import AcceleratorState
+
+    refuse_versions()
+    try:
+        plugin = AcceleratorState().deepspeed_plugin
+    except ValueError:  # nobody made an Accelerator
+        text = "make its Accelerator first, or use burst_mcore.deepspeed.initialize"
+        raise RefusedError("Accelerate", f"replace_ulysses() is for Accelerate: {text}") from None
+    if plugin is None:
+        raise RefusedError("configuration", "Accelerate does not use DeepSpeed: give it a DeepSpeedPlugin")
+    config: dict[str, Any] = plugin.deepspeed_config
+    refuse_config(config)
+    written = config.get("sequence_parallel_size", size)
+    if written != size:
+        text = f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={size}"
+        raise RefusedError("sequence_parallel_size", text)
+    return section_of(config)

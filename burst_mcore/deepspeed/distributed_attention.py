@@ -47,22 +47,15 @@ class BurstDistributedAttention(nn.Module):
     ) -> None:
         super().__init__()
         if scatter_idx != 2 or gather_idx not in (0, 1):
-            raise RefusedError(
-                "dimensions", f"scatter_idx must be 2, gather_idx 0 or 1, got {scatter_idx}, {gather_idx}"
-            )
+            text = f"scatter_idx must be 2, gather_idx 0 or 1, got {scatter_idx}, {gather_idx}"
+            raise RefusedError("dimensions", text)
         _refuse_dropout(local_attention)
         self.local_attn, self.spg, self.gather_idx = local_attention, sequence_process_group, gather_idx
         self.mask, self.config = Mask.causal() if mask is None else mask, config
         self.topology = Topology.from_group(sequence_process_group)
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        batch_dim_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Attend.
 
@@ -77,13 +70,10 @@ class BurstDistributedAttention(nn.Module):
         """
         if {batch_dim_idx, self.gather_idx} != {0, 1}:
             raise RefusedError("dimensions", f"tokens are in {self.gather_idx}, the batch in {batch_dim_idx}")
-        given = [f"argument {i + 5}" for i, x in enumerate(args) if x is not None]
-        given += [name for name, x in kwargs.items() if x is not None]
-        if given:
-            raise RefusedError(
-                "arguments",
-                f"{', '.join(given)} for the local attention, which is not called: give mask=, rotate q, k",
-            )
+        further = {f"argument {i + 5}": x for i, x in enumerate(args)} | kwargs
+        if names := [name for name, x in further.items() if x is not None]:
+            text = f"{', '.join(names)} for the local attention, which is not called: give mask=, rotate q, k"
+            raise RefusedError("arguments", text)
         q, k, v = (x if batch_dim_idx == 0 else x.transpose(0, 1) for x in (query, key, value))
         out = burst_attention(q, k, v, topology=self.topology, mask=self.mask, config=self.config)
         assert isinstance(out, Tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +59,7 @@ def _with_its_own_mpu(own: Callable[..., None], self: Any, *args: Any, **kwargs:
     """
     from deepspeed.utils import groups
 
-    mpu = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("mpu")
-    before = groups.mpu
+    mpu, before = kwargs.get("mpu"), groups.mpu
     if mpu is None and isinstance(before, SequenceParallelUnit):
         groups.mpu = None
     try:

@@ -9,20 +9,30 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import data as torch_data
 
-from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
-from burst_mcore.deepspeed.groups import SequenceParallelUnit, take_means, unit_of
+from burst_mcore.deepspeed.groups import SequenceParallelUnit, unit_of
 from burst_mcore.deepspeed.section import Section, config_dict, section_of
-from burst_mcore.deepspeed.settings import SIZE, refuse_autos, refuse_config, sequence_parallel_size
+from burst_mcore.deepspeed.settings import (
+    SIZE,
+    prepare_cpu,
+    refuse_autos,
+    refuse_config,
+    sequence_parallel_size,
+    without_builds,
+)
 from burst_mcore.loss.whole import whole_mean
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
-from burst_mcore.transformers.data.loader import ShardedLoader, loader_for
+from burst_mcore.transformers.data.batches import collated
+from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
 from burst_mcore.transformers.models.sequence import SequenceParallel, attached
 from burst_mcore.transformers.prepare import prepare_model, sequence_of
 
 logger = logging.getLogger("burst_mcore")
 
+PLAIN = (torch_data.SequentialSampler, torch_data.RandomSampler)
+"""Samplers that shard nothing."""
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
 """The optimizer if there is training data, but neither JSON nor caller has one: with torch's default rate."""
 
@@ -48,8 +58,8 @@ def initialize(
         model: a causal LM of transformers, unmodified, sharded by zero.Init or not. It is prepared in place:
             attn_implementation, the fused loss, hooks around its forward.
         config: DeepSpeed's JSON, as a path or a dict; it is not changed.
-        training_data: a dataset, or a DataLoader, or anything that yields batches: see `loader_for`. With it,
-            an optimizer that neither the JSON nor the caller has is `OPTIMIZER`; a warning says so.
+        training_data: a dataset, or a DataLoader, or anything that yields batches: see `shard_loader`. With
+            it, an optimizer that neither the JSON nor the caller has is `OPTIMIZER`; a warning says so.
         collate_fn: as DataLoader has it; by default samples are padded on the right.
         options: what deepspeed.initialize takes besides (optimizer, model_parameters, lr_scheduler, ...).
 
@@ -73,7 +83,6 @@ def initialize(
     if options.get("optimizer") is None:  # one of the JSON is made for `model_parameters` alone
         options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=settings, mpu=unit, **options)
-    take_means(engine)
     if training_data is None:
         return engine, optimizer, None, scheduler
     options = {"collate_fn": collate_fn, "drop_last": engine.dataloader_drop_last()}
@@ -93,15 +102,33 @@ def prepare_for_engine(model: nn.Module, section: Section, unit: SequenceParalle
     )
 
 
-def shard_loader(data: Any, engine: Any, **options: Any) -> ShardedLoader:
+def shard_loader(
+    data: Any, engine: Any, *, collate_fn: Callable | None = None, drop_last: bool = False
+) -> ShardedLoader:
     """Return a loader for an engine of `initialize`, such as one of evaluation data.
 
-    `options` are those of `loader_for`.
+    A dataset is sharded over data-parallel ranks as DeepSpeed does. A DataLoader keeps its sampler; one whose
+    DistributedSampler shards over all ranks brings each rank's own. What shards nothing itself, a plain
+    DataLoader or an IterableDataset, is the same on every data-parallel rank; a warning says so.
     """
-    sequence = sequence_of(engine.module)
-    size = engine.train_micro_batch_size_per_gpu()
-    how = {"group": sequence.group, "device": engine.device, **sequence.sharding}
-    return loader_for(data, batch_size=size, **how, **options)
+    sequence, own = sequence_of(engine.module), False
+    world, size = dist.get_world_size(), sequence.topology.size
+    dataset = data.dataset if isinstance(data, torch_data.DataLoader) else data
+    streams = isinstance(dataset, torch_data.IterableDataset)
+    repeats = streams or (isinstance(data, torch_data.DataLoader) and type(data.sampler) in PLAIN)
+    if repeats and world > size and dist.get_rank() == 0:
+        sampler = f"DistributedSampler(num_replicas={world // size}, rank=rank // SP)"
+        takes = f"{world // size} data-parallel ranks each take all samples of this {type(data).__name__}"
+        logger.warning(f"{takes}: give a dataset, or a DataLoader with {sampler}")
+    if isinstance(data, torch_data.DataLoader):
+        own = size > 1 and getattr(data.sampler, "num_replicas", None) == world
+    elif isinstance(data, torch_data.Dataset) or hasattr(data, "__getitem__"):
+        how: dict[str, Any] = {"collate_fn": collate_fn or collated, "drop_last": drop_last}
+        if not streams:
+            rank = dist.get_rank() // size
+            how["sampler"] = torch_data.DistributedSampler(data, num_replicas=world // size, rank=rank)
+        data = torch_data.DataLoader(data, engine.train_micro_batch_size_per_gpu(), **how)
+    return ShardedLoader(data, group=sequence.group, own=own, device=engine.device, **sequence.sharding)
 
 
 def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tensor:
@@ -123,8 +150,7 @@ def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tens
         return whole_mean(total, count, sequence_of(engine.module).group)
     groups = {sequence.group for sequence in attached}
     if len(groups) != 1:
-        text = f"models were prepared for {len(groups)} CP groups: give whole_loss one engine="
-        raise RefusedError("loss", text)
+        raise RefusedError("loss", f"models have {len(groups)} CP groups: give whole_loss an engine=")
     return whole_mean(total, count, groups.pop())
 
 
@@ -136,9 +162,7 @@ def _read(
     settings = config_dict(config)
     section = section_of(settings)
     for name in (x for x in ("mpu", "mesh_param") if options.get(x) is not None):
-        raise RefusedError(
-            name, "the CP groups are made here: consecutive ranks share a sequence. Leave it out"
-        )
+        raise RefusedError(name, "the CP groups are made here, of consecutive ranks: leave it out")
     refuse_config(settings)
     refuse_autos(settings)
     if not optimized and "optimizer" not in settings:

@@ -162,14 +162,12 @@ def config_dict(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(config, Mapping):
         return dict(config)
-    if not isinstance(config, str | Path):
-        raise SectionError(f"config must be a JSON file or a dict, got {config!r}")
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys as no_key_twice
 
     try:
         settings = json.loads(Path(config).read_text(), object_pairs_hook=no_key_twice)
-    except (OSError, ValueError) as error:
-        raise SectionError(f"config must be a JSON file or a dict: {config}: {error}") from None
+    except (OSError, TypeError, ValueError) as error:
+        raise SectionError(f"config must be a JSON file or a dict, got {config!r}: {error}") from None
     if not isinstance(settings, dict):
         raise SectionError(f"config must hold a JSON object, {config} holds {type(settings).__name__}")
     return settings

@@ -1,14 +1,18 @@
-"""DeepSpeed's own settings, as DeepSpeed reads them, and refusals of those that shards rule out."""
+"""DeepSpeed's own settings: refusals of those that shards rule out, and what a CPU over gloo replaces."""
 
 from __future__ import annotations
 
+import copy
 import difflib
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from burst_mcore.deepspeed.section import KEY
 from burst_mcore.transformers.errors import RefusedError
 
+ADAMS = ("adam", "adamw")
 SIZE = "sequence_parallel_size"
 """DeepSpeed's own key: how many ranks share a sequence."""
 
@@ -44,11 +48,8 @@ def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
     if SIZE not in config and near:  # a misspelt or missing key would give every rank its own sequence
         raise RefusedError(SIZE, f'unknown key "{near[0]}": did you mean "{SIZE}"?')
     if SIZE not in config and KEY in config:
-        raise RefusedError(
-            SIZE,
-            f'the JSON has the section "{KEY}" and no "{SIZE}": write beside the section how many ranks '
-            f'share a sequence ("{SIZE}": 1 for one; under Accelerate, its sp_size)',
-        )
+        text = f'the JSON has the section "{KEY}" and no "{SIZE}": write how many ranks share a sequence'
+        raise RefusedError(SIZE, f"{text} (under Accelerate, its sp_size)")
     size = config.get(SIZE, 1)
     if type(size) is not int or size < 1 or world % size:
         legal = [d for d in range(1, world + 1) if world % d == 0]
@@ -59,11 +60,8 @@ def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
 def refuse_config(config: Mapping[str, Any]) -> None:
     """Raise RefusedError for settings that are wrong with sharded sequences, whatever the groups."""
     if "data_parallel_size" in config:
-        raise RefusedError(
-            "mesh",
-            '"data_parallel_size" makes DeepSpeed build a device mesh: then ZeRO leaves gradients unreduced '
-            'over the CP groups: give "sequence_parallel_size" alone',
-        )
+        text = '"data_parallel_size" makes ZeRO leave gradients unreduced over the CP groups'
+        raise RefusedError("mesh", f'{text}: give "{SIZE}" alone')
     if part(config, "pipeline").get("stages") not in (None, "auto", 1):
         raise RefusedError("pipeline", "pipeline stages are not supported beside CP groups")
     tensor = part(config, "tensor_parallel").get("autotp_size", 0)
@@ -86,3 +84,36 @@ def _autos(part: Any, path: str = "") -> Iterator[str]:
     elif isinstance(part, Mapping):
         for name in part.keys() - {KEY}:
             yield from _autos(part[name], f"{path}.{name}".lstrip("."))
+
+
+def on_cpu() -> bool:
+    """Return whether DeepSpeed's accelerator is the CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() == "cpu")
+
+
+def prepare_cpu() -> None:
+    """Keep DeepSpeed from building a shared-memory all-reduce; before it initialises torch.distributed."""
+    if not on_cpu():
+        return
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.setdefault(
+        "TORCH_EXTENSIONS_DIR", os.path.join(tempfile.gettempdir(), f"burst_mcore-{os.getuid()}")
+    )
+
+
+def without_builds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with torch's Adam instead of one that DeepSpeed would compile."""
+    settings = copy.deepcopy(dict(config))
+    if not on_cpu():
+        return settings
+    optimizer = dict(part(settings, "optimizer"))
+    if str(optimizer.get("type", "")).lower() in ADAMS:
+        optimizer["params"] = {**part(optimizer, "params"), "torch_adam": True}
+        settings["optimizer"] = optimizer
+    settings["zero_allow_untested_optimizer"] = True
+    settings["zero_force_ds_cpu_optimizer"] = False
+    return settings

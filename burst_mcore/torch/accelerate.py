@@ -12,17 +12,14 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.torch.parallel import options_of, parallelize
-from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
-from burst_mcore.transformers.trainer import REPLACED, Place, replace, rows_of_ranks, sharing
+from burst_mcore.transformers.trainer import REPLACED, Place, replace, sharing
 from burst_mcore.wrap import around
 
 _replaced = REPLACED["cp_size"]
@@ -66,15 +63,9 @@ def _places() -> list[Place]:
 
     return [
         (Accelerator, "_prepare_cp", _preparing),
-        (Accelerator, "gather_for_metrics", _of_one_rank_each),
         (TrainingArguments, "__post_init__", _with_packing),
         (Trainer, "__init__", _with_references),
-        (
-            Trainer,
-            "_prepare_context_parallel_inputs",
-            lambda _: lambda _, model, inputs: (nullcontext, inputs),
-        ),
-        (Trainer, "_prepare_inputs", _without_repeated_rows),
+        (Trainer, "_prepare_context_parallel_inputs", lambda _: _whole_inputs),
     ]
 
 
@@ -139,44 +130,6 @@ def _preparing_reference(prepare_fsdp: Any, model: Any, accelerator: Any, *args:
     return prepare_fsdp(model, accelerator, *args)
 
 
-@around
-def _of_one_rank_each(own: Any, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Accelerator.gather_for_metrics: of ranks that report of one batch, the first counts."""
-    from accelerate.utils.operations import recursively_apply
-
-    size = sharing(self, "cp_size")
-    if size == 1:
-        return own(self, input_data, use_gather_object)
-    alike, state = size * int(self.parallelism_config.tp_size), self.gradient_state
-
-    def leaders(each: Tensor) -> Tensor:
-        first = torch.cat(rows_of_ranks(each)[::alike])
-        return first[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else first
-
-    try:
-        recursively_apply(lambda each: each, input_data, error_on_other_type=True)
-    except TypeError:
-        raise RefusedError("gather_for_metrics", "under cp_size only tensors are gathered") from None
-    return recursively_apply(leaders, input_data)
-
-
 def _whole_inputs(_: Any, model: Any, inputs: Any) -> Any:
     """Trainer._prepare_context_parallel_inputs: batches stay whole; their model shards them."""
     return nullcontext, inputs
-
-
-@around
-def _without_repeated_rows(own: Any, self: Any, inputs: Any) -> Any:
-    """Trainer._prepare_inputs: rows that Accelerate repeats to fill an evaluation's last batch are cut off.
-
-    Where they are all that a replica has, its report is cut off. Rows that are no samples stay as they are.
-    """
-    state, rows, ranks = self.accelerator.gradient_state, self.args.eval_batch_size, self.get_tp_size()
-    evaluates = not self.model.training and sharing(self, "cp_size") > 1 and dist.get_world_size() > ranks
-    if evaluates and state.end_of_dataloader and state.remainder > 0 and "labels" in inputs:
-        left = state.remainder - dist.get_rank() // ranks * rows
-        if 0 < left < rows and all(
-            isinstance(x, Tensor) and x.shape[:-1] == (rows,) for x in inputs.values()
-        ):
-            inputs = {name: x[:left] for name, x in inputs.items()}
-    return own(self, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -78,8 +79,7 @@ def parallelize(
     )
     refuse_differences("configuration", (group.size(), settings, loss, policy, reduction, towers))
     if is_of_transformers(model):
-        fused = loss == "fused"
-        how: dict[str, Any] = {"fused_loss": fused, "recompute": policy, "towers": towers}
+        how: dict[str, Any] = {"fused_loss": loss == "fused", "recompute": policy, "towers": towers}
         sequence = prepare_model(model, group=group, config=settings, **how)
         sequence.factor = factor = Reduction(model, group, reduction)
         return ContextParallel(model, group, sequence.topology, settings, factor, sequence.sharding)
@@ -91,21 +91,20 @@ def parallelize(
     return cp
 
 
+@dataclass(eq=False, repr=False)
 class ContextParallel:
     """What a training loop asks of the ranks that share sequences; made by `parallelize`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        topology: Topology,
-        config: BurstConfig,
-        factor: Reduction,
-        sharding: dict[str, Any],
-    ) -> None:
-        self.model, self.group, self.topology, self.config = model, group, topology, config
-        self.rank, self.size, self.layout = group.rank(), group.size(), Layout.of(config.layout)
-        self._factor, self._sharding = factor, sharding
+    model: nn.Module
+    group: dist.ProcessGroup
+    topology: Topology
+    config: BurstConfig
+    _factor: Reduction
+    _sharding: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.layout = Layout.of(self.config.layout)
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a whole batch, which every rank of the group gives. Collective.
@@ -188,10 +187,8 @@ class ContextParallel:
         Raises:
             RefusedError: on all ranks: another model, a loss that is not fused, no labels, odd temperatures.
         """
-        labels = self._at(
-            "cp.token_stats",
-            lambda: on_all_ranks(lambda: self._labels(model, batch, temperature), self.group),
-        )
+        read = partial(self._labels, model, batch, temperature)
+        labels = self._at("cp.token_stats", lambda: on_all_ranks(read, self.group))
         patched = patch_of(self.model)
         if patched is None:
             raise RefusedError("loss", "the model's loss is not fused: write parallelize(..., loss='fused')")
@@ -205,9 +202,7 @@ class ContextParallel:
             raise RefusedError("model", "token_stats is of shards, and batches with images are whole")
         labels: Tensor | None = batch.get("shift_labels")
         if labels is None:
-            raise RefusedError(
-                "labels", "token_stats needs a batch with shift_labels: shard or load it by cp"
-            )
+            raise RefusedError("labels", "token_stats needs a batch with shift_labels, as cp shards it")
         if all(module is not self.model for module in model.modules()):
             raise RefusedError("model", "token_stats takes the model of this parallelize, or its wrapper")
         refuse("temperature", divisors_of(temperature, labels)[1])
@@ -253,10 +248,8 @@ class ContextParallel:
             mask: over the whole sequence; by default causal.
             options: softmax_scale, softcap, sinks, ... as `burst_attention` has them.
         """
-        seen = Mask.causal() if mask is None else mask
-        return burst_attention(  # type: ignore[return-value]
-            q, k, v, topology=self.topology, mask=seen, config=self.config, **options
-        )
+        options |= {"mask": Mask.causal() if mask is None else mask, "config": self.config}
+        return burst_attention(q, k, v, topology=self.topology, **options)  # type: ignore[return-value]
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, layout {self.layout})"
@@ -275,15 +268,12 @@ def _read(
         refuse_versions("transformers")
     settings, policy = options_of(config, loss, checkpointing, towers)
     _refuse_word("reduction", reduction, WORDS)
-    if loss == "fused" and not is_of_transformers(model):
-        raise RefusedError(
-            "loss",
-            f'{type(model).__name__} is no causal LM of transformers: pass loss="model", call cp.attention '
-            "in its attention layers, and make its loss by cp.whole_loss",
-        )
-    if policy is not None and not is_of_transformers(model):
-        text = f"{type(model).__name__} is no model of transformers: use burst_mcore.checkpointing.checkpoint"
-        raise RefusedError("checkpointing", text)
+    other = None if is_of_transformers(model) else f"{type(model).__name__} is no causal LM of transformers"
+    if other and loss == "fused":
+        how = 'pass loss="model", call cp.attention in its layers, and make its loss by cp.whole_loss'
+        raise RefusedError("loss", f"{other}: {how}")
+    if other and policy is not None:
+        raise RefusedError("checkpointing", f"{other}: use burst_mcore.checkpointing.checkpoint")
     return _group_of(mesh), settings, policy
 
 
@@ -313,11 +303,10 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
         return mesh
     if isinstance(mesh, DeviceMesh) and (mesh.ndim == 1 or DIM in (mesh.mesh_dim_names or ())):
         return (mesh if mesh.ndim == 1 else mesh[DIM]).get_group()
-    raise RefusedError(
-        "mesh",
-        f'give the dim of a DeviceMesh whose ranks share sequences, mesh["{DIM}"] of init_device_mesh(..., '
-        f'mesh_dim_names=("dp", "{DIM}")), or their process group, got {mesh!r}',
+    text = (
+        f'give the dim of a DeviceMesh whose ranks share sequences, as mesh["{DIM}"], or their process group'
     )
+    raise RefusedError("mesh", f"{text}, got {mesh!r}")
 
 
 def _refuse_word(name: str, value: Any, legal: Iterable[str], more: str = "") -> None:

@@ -47,11 +47,8 @@ class Reduction:
             self._groups = self._reduced_by_fsdp()
         sums = {_sums(group) for group in self._groups}
         if len(sums) > 1:
-            raise RefusedError(
-                "reduction",
-                "some modules under fully_shard average gradients, others were told to sum them "
-                "(set_gradient_divide_factor): tell all of them the same",
-            )
+            text = "some modules under fully_shard average gradients, others sum them"
+            raise RefusedError("reduction", f"{text}: set_gradient_divide_factor must be alike on all")
         return 1.0 if sums == {True} else float(size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -70,15 +67,13 @@ class Reduction:
 
     def _reduced_by_fsdp(self) -> list[Any]:
         """Return FSDP2's groups that hold parameters of the model, which must hold all that are trained."""
-        groups, trained = (
-            [],
-            {
-                (id(module), name): f"{path}.{name}".lstrip(".")
-                for path, module in self._model.named_modules()
-                for name, parameter in module.named_parameters(recurse=False)
-                if parameter.requires_grad
-            },
-        )
+        groups: list[Any] = []
+        trained = {
+            (id(module), name): f"{path}.{name}".lstrip(".")
+            for path, module in self._model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
         for group in _groups():
             held = trained.keys() & {place for each in group.fsdp_params for place in _places(each)}
             if held and not self._within(group.mesh_info.mesh.mesh.flatten().tolist()):
@@ -96,9 +91,8 @@ class Reduction:
 
     def _text(self, problem: str) -> str:
         return (
-            f"{problem}: gradients must be reduced over the {self._group.size()} ranks of a sequence. "
-            "Wrap the model by fully_shard(..., mesh over dp x cp) or DDP; or, where you reduce gradients "
-            'yourself, say so: parallelize(..., reduction="mean" or "sum")'
+            f"{problem}: gradients must be reduced over the {self._group.size()} ranks of a sequence, by "
+            'fully_shard over dp x cp, by DDP, or by you: parallelize(..., reduction="mean" or "sum")'
         )
 
 

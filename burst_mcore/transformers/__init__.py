@@ -3,7 +3,7 @@
     errors      RefusedError: everything that is refused has a name
     agreement   errors of one rank as errors of all
     data        batches of whole sequences, sharded to the ranks
-    models      which models are supported, their attention, positions and recompute over shards
+    models      which models are supported, their attention and positions over shards
     prepare     a model made ready, in place
     trainer     the Trainer's evaluation and counts of tokens
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -16,21 +18,11 @@ from burst_mcore.loss import patch_causal_lm
 from burst_mcore.recurrent.bound import why_scattered
 from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
 from burst_mcore.transformers.errors import RefusedError, refuse
-from burst_mcore.transformers.models.checkpointing import attach_checkpointing
+from burst_mcore.transformers.models import supported
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
 from burst_mcore.transformers.models.strategies import ShardedBatch, WholeBatch
-from burst_mcore.transformers.models.supported import (
-    called_for,
-    checked_loss,
-    makes_loss,
-    position_table,
-    text_tower,
-    types_of,
-    use_burst,
-)
 from burst_mcore.transformers.models.towers import attach_towers
-from burst_mcore.transformers.models.trl import has_fused_head
 from burst_mcore.transformers.models.vision import attach_text
 from burst_mcore.words import digest
 
@@ -38,8 +30,6 @@ logger = logging.getLogger("burst_mcore")
 
 SEQUENCE = "_burst_mcore_sequence"
 """The attribute of a prepared model that has its `SequenceParallel`."""
-
-
 TOWERS = ("shared", "whole")
 """How ranks make the features of images: each those of some, or each those of all."""
 
@@ -71,10 +61,10 @@ def prepare_model(
     refuse_differences("model", fingerprint(model))
     topology = on_all_ranks(lambda: _connected(model, group, config))
     meet(topology, "the preparation of a model")
-    called = called_for(model, inner)
+    called = supported.called_for(model, inner)
     if SEQUENCE not in vars(called):
         vars(called)[SEQUENCE] = hooks = SequenceParallel(called, topology, None, config)
-        hooks.text = text_tower(inner)
+        hooks.text = supported.text_tower(inner)
         hooks.batches = ShardedBatch(hooks) if hooks.text is None else WholeBatch(hooks)
         if hooks.text is not None:
             attach_text(hooks.text)
@@ -82,8 +72,8 @@ def prepare_model(
     vars(model)[SEQUENCE] = sequence = sequence_of(called)
     sequence.topology, sequence.config, sequence.shares_towers = topology, config, towers == "shared"
     sequence.group = group if size > 1 else None
-    sequence.most_positions, sequence.types = position_table(inner), types_of(inner)
-    sequence.makes_loss = makes_loss(inner)
+    sequence.most_positions, sequence.types = supported.position_table(inner), supported.types_of(inner)
+    sequence.makes_loss = supported.makes_loss(inner)
     sequence.sharding = _sharding(inner, config, sequence.types)
     sequence.sharding |= {} if sequence.text is None else {"whole": True}
     if dist.get_rank() == 0:
@@ -112,23 +102,20 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
     """
     if not isinstance(model, nn.Module):
         raise RefusedError("model", f"give the model itself, got {model!r}")
-    inner = use_burst(model, size, headless=not fused_loss)
+    inner = supported.use_burst(model, size, headless=not fused_loss)
     attach_rotary(inner)
-    loss = "the loss is the model's own, of logits"
-    if makes_loss(inner):
-        checked_loss(inner)
-    else:
-        loss = "the model makes no loss"
-    if has_fused_head(inner):
+    loss = "the model makes no loss"
+    if supported.makes_loss(inner):
+        loss = "the loss is the model's own, of logits"
+        supported.checked_loss(inner)
+    if supported.has_fused_head(inner):
         loss = "the loss is left to TRL's fused head"
     elif fused_loss:
         loss = "the loss is fused with the LM head"
         try:
             patch_causal_lm(inner)
         except ValueError as error:
-            raise RefusedError(
-                "loss", f'{error}. The model\'s own loss: "fused_loss": false in the section, or loss="model"'
-            ) from None
+            raise RefusedError("loss", f"{error}. The model's own loss: {supported.OWN_LOSS}") from None
     attach_checkpointing(inner, recompute)
     return loss, inner
 
@@ -152,6 +139,38 @@ def _sharding(model: nn.Module, config: BurstConfig, types: str | None) -> dict[
     if any(map(depends_on_length, model.modules())):
         most = 0  # padding must not make the sequence look longer: its positions start again from 0
     return {"layout": config.layout, "max_positions": most, "types": types}
+
+
+def attach_checkpointing(model: Any, policy: Policy | None) -> None:
+    """Make the layers of a model of transformers recompute by a policy instead of their own setting.
+
+    With None the model has again what its user had set (`gradient_checkpointing_enable`), or nothing.
+
+    Raises:
+        RefusedError: the model does not support checkpointing.
+    """
+    for path, (on, function) in _USERS.pop(model, {}).items():
+        module: Any = model.get_submodule(path)
+        module.gradient_checkpointing = on
+        module._gradient_checkpointing_func = function
+    if policy is None:
+        return
+    if not model.supports_gradient_checkpointing:
+        name = type(model).__name__
+        text = f"{name} does not support gradient checkpointing: leave the policy at none"
+        raise RefusedError("checkpointing", text)
+    _USERS[model] = {
+        path: (module.gradient_checkpointing, getattr(module, "_gradient_checkpointing_func", None))
+        for path, module in model.named_modules()
+        if hasattr(module, "gradient_checkpointing")
+    }
+    with warnings.catch_warnings():  # its newer name is not in all releases that are supported
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable. is deprecated", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
+
+
+_USERS: WeakKeyDictionary[nn.Module, dict[str, tuple[bool, Any]]] = WeakKeyDictionary()
+"""By model and path of a module, its state before ours: (whether it is checkpointed, by which function)."""
 
 
 def fingerprint(model: nn.Module) -> str:

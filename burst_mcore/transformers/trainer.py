@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from burst_mcore.agreement import integers_of
 from burst_mcore.loss import unpatched
 from burst_mcore.transformers.errors import RefusedError
-from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
+from burst_mcore.transformers.models.sequence import evaluates
+from burst_mcore.transformers.prepare import sequence_of
 from burst_mcore.wrap import Replaced, around, while_set
 
 AnyMethod = Callable[..., Any]
@@ -44,6 +45,7 @@ def replace(setting: str, places: Iterable[Place]) -> None:
 
     common = [
         (Accelerator, "prepare", with_groups),
+        (Accelerator, "gather_for_metrics", reports_of_batches),
         (Trainer, "get_tp_size", ranks_of_a_batch),
         (Trainer, "get_sp_size", lambda _: lambda self: 1),
         (Trainer, "get_cp_size", lambda _: lambda self: 1),
@@ -52,6 +54,7 @@ def replace(setting: str, places: Iterable[Place]) -> None:
         (Trainer, "floating_point_ops", operations_of_a_rank),
         (Trainer, "compute_loss", loss_of_whole_sequences),
         (Trainer, "prediction_step", with_logits),
+        (Trainer, "_prepare_inputs", without_repeated_rows),
     ]
     for place in (*common, *places):
         REPLACED[setting].replace(*place)
@@ -68,11 +71,8 @@ def with_groups(prepare: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any
     sizes = {setting: getattr(self.parallelism_config, setting, 1) for setting in REPLACED}
     for setting in (setting for setting, size in sizes.items() if size > 1 and setting not in called):
         (other,) = called
-        raise RefusedError(
-            "configuration",
-            f"{setting}={sizes[setting]} needs {CALLS[setting]}, and {CALLS[other]} was called: call the "
-            f"first, or write {other}={sizes[setting]}",
-        )
+        needs = f"{setting}={sizes[setting]} needs {CALLS[setting]}, and {CALLS[other]} was called"
+        raise RefusedError("configuration", f"{needs}: call the first, or write {other}={sizes[setting]}")
     if sizes["sp_size"] > 1 and self.distributed_type != "DEEPSPEED":  # of FSDP 1 Accelerate says it itself
         text = "needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a DeepSpeedPlugin"
         raise RefusedError("configuration", f"sp_size={sizes['sp_size']} {text}")
@@ -120,7 +120,7 @@ def with_logits(
 
     The loss is that of one process: the labels of this rank's sequences count, also right after training.
     """
-    if not _shares(self):
+    if sharing(self) == 1:
         return own(self, model, inputs, prediction_loss_only, ignore_keys)
     makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
     loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
@@ -132,7 +132,7 @@ def with_logits(
 @around
 def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
     """Trainer._track_num_input_tokens: of ranks that share sequences, the first counts."""
-    if _shares(self) and dist.get_rank() % self.get_tp_size():
+    if sharing(self) > 1 and dist.get_rank() % self.get_tp_size():
         inputs = {name: x[:0] for name, x in inputs.items() if isinstance(x, Tensor) and x.dim()}
     track(self, inputs)
 
@@ -170,6 +170,65 @@ def labels_of_batches(own: AnyMethod, self: Any, batch_samples: Any, device: Any
     return number * self.get_tp_size()
 
 
+@around
+def reports_of_batches(own: AnyMethod, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Accelerator.gather_for_metrics: of ranks that report of one batch, the first counts.
+
+    In the last load of a dataset no sample counts that Accelerate has repeated.
+    """
+    from accelerate.utils.operations import gather_object, recursively_apply
+
+    if sharing(self) == 1:
+        return own(self, input_data, use_gather_object)
+    alike = sharing(self) * int(self.parallelism_config.tp_size)
+
+    def counted(parts: list[Any]) -> list[Any]:
+        samples, each = _last_load(self, len(parts) // alike) or (None, None)
+        if samples is None or each is None:
+            return parts[::alike]
+        return [part[: min(max(samples - i * each, 0), each)] for i, part in enumerate(parts[::alike])]
+
+    try:
+        recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+    except TypeError:
+        use_gather_object = True
+    if use_gather_object:
+        return [x for part in counted(gather_object([list(input_data)])) for x in part]
+    return recursively_apply(lambda x: torch.cat(counted(rows_of_ranks(x))), input_data)
+
+
+@around
+def without_repeated_rows(own: AnyMethod, self: Any, inputs: Any) -> Any:
+    """Trainer._prepare_inputs: rows that Accelerate repeats to fill an evaluation's last batch are cut off.
+
+    Where they are all that a replica has, its report is cut off. Rows that are no samples stay as they are.
+    """
+    replicas = dist.get_world_size() // self.get_tp_size() if sharing(self) > 1 else 1
+    last = None if self.model.training or replicas == 1 else _last_load(self.accelerator, replicas)
+    if last is not None and "labels" in inputs:
+        samples, rows = last
+        left = samples - dist.get_rank() // self.get_tp_size() * rows
+        if 0 < left < rows and all(
+            isinstance(x, Tensor) and x.shape[:-1] == (rows,) for x in inputs.values()
+        ):
+            inputs = {name: x[:left] for name, x in inputs.items()}
+    return own(self, inputs)
+
+
+def _last_load(accelerator: Any, replicas: int) -> tuple[int, int] | None:
+    """Return (samples of the dataset in a loader's last load, samples that each replica has of the load).
+
+    None in other loads, and where Accelerate does not know.
+    """
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return None
+    loader = state.active_dataloader
+    if hasattr(loader, "slice_fn"):  # rank 0 reads for all, and in training shares rows out evenly
+        return (state.remainder, loader.batch_size or 1) if evaluates() else None
+    return state.remainder, loader.total_batch_size // replicas
+
+
 def sharing(trainer: Any, *settings: str) -> int:
     """Return how many ranks share a sequence under a Trainer or Accelerator, by some settings or by any."""
     parallelism = getattr(getattr(trainer, "accelerator", trainer), "parallelism_config", None)
@@ -183,9 +242,3 @@ def rows_of_ranks(x: Tensor) -> list[Tensor]:
     parts = [x.new_empty((max(rows), *x.shape[1:])) for _ in rows]
     dist.all_gather(parts, torch.cat([x, x.new_zeros((max(rows) - len(x), *x.shape[1:]))]))
     return [part[:count] for part, count in zip(parts, rows, strict=True)]
-
-
-def _shares(trainer: Any) -> bool:
-    """Return whether ranks share the sequences of a Trainer's model, compiled or not."""
-    model = getattr(trainer.model, "_orig_mod", trainer.model)
-    return SEQUENCE in vars(model) and sequence_of(model).group is not None

@@ -15,7 +15,7 @@ from ranks import on_ranks, poison
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.deepspeed.section import Checkpointing
-from burst_mcore.transformers.models.checkpointing import attach_checkpointing
+from burst_mcore.transformers.prepare import attach_checkpointing
 
 TOKENS, LAYERS = 32, 2
 SEGMENT = {"policy": "segment", "keep": 0.5}

@@ -36,7 +36,7 @@ def test_arguments(rank, size):
         ("model: it was prepared before", given(model)),
         ("order: call parallelize(model, ...) first, then full", given(sharded)),
         ('loss: Linear is no causal LM of ... : pass loss="model"', given(plain)),
-        ("loss: output embeddings of LlamaForCausalLM must be ... or loss", given(odd)),
+        ("loss: output embeddings of LlamaForCausalLM must be ... The model's own loss: loss", given(odd)),
         ("checkpointing: Linear", given(plain, loss="model", checkpointing="full")),
         ("config: ... lay_out ... layout", given(config={"lay_out": "striped"})),
         ("checkpointing: it must be one of ... , got 'some'", given(checkpointing="some")),

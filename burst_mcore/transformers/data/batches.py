@@ -31,11 +31,9 @@ CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
 SHARDED = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
 READ = (*SHARDED, "labels", "attention_mask", *CUMULATED)
 """Columns that `prepared` reads: tensors, or lists of numbers."""
-WHOLE = "burst_mcore_whole"
-"""The column, a number, by which a loader says that a batch is whole on all ranks of a CP group."""
 OF_TOWERS = ("pixel_values", "pixel_values_videos", "image_patches", "input_features")
 """Columns of which the towers of a model make features."""
-DROPPED = (*READ[5:], WHOLE, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
+DROPPED = (*READ[5:], "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns that positions and shifted labels replace: no rank gets them."""
 
 
@@ -68,8 +66,7 @@ def collated(samples: Sequence[Any]) -> dict[str, Any]:
         ]
         batch[name] = values[0] if name in CUMULATED else torch.stack(values)
     if "attention_mask" not in batch and min(lengths) < longest:
-        at = torch.arange(longest)
-        batch["attention_mask"] = torch.stack([(at < n).long() for n in lengths])
+        batch["attention_mask"] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
     return batch
 
 
@@ -191,10 +188,8 @@ def apart(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     others = {name: x for name, x in batch.items() if name not in tokens}
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:
-        others["position_ids"], tokens["position_ids"] = (
-            positions,
-            positions[0] if len(positions) > 3 else None,
-        )
+        others["position_ids"] = positions
+        tokens["position_ids"] = positions[0] if len(positions) > 3 else None
     return tokens, others
 
 
@@ -230,13 +225,10 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
         at = begins.nonzero().flatten()
         odd = at[1:][row[at[1:]] != 0]
         if len(odd):
-            token = int(odd[0])
-            raise RefusedError(
-                "position_ids",
-                f"they must go on by one, or start again at 0; over the whole sequence, "
-                f"{int(row[token - 1])} at token {token - 1} is followed by {int(row[token])}. Was the "
-                f"batch sharded by another layout, or numbered after it was sharded?",
-            )
+            token, (before, here) = int(odd[0]), row[int(odd[0]) - 1 : int(odd[0]) + 1].tolist()
+            jump = f"{before} at token {token - 1} is followed by {here}"
+            text = f"they must go on by one, or start again at 0; of the whole sequence {jump}"
+            raise RefusedError("position_ids", f"{text}. Was the batch sharded by another layout?")
         ends.append((*at.tolist(), len(row)))
     return tuple(ends)
 
@@ -276,12 +268,9 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
     if attention_mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
     if attention_mask.shape != ids.shape or not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise RefusedError(
-            "attention_mask",
-            f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got "
-            f"{tuple(attention_mask.shape)} {attention_mask.dtype}. Documents are said by position_ids that "
-            f"restart, or by cu_seqlens",
-        )
+        came = f"{tuple(attention_mask.shape)} {attention_mask.dtype}"
+        text = f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got {came}"
+        raise RefusedError("attention_mask", f"{text}. Documents are told by position_ids or cu_seqlens")
     return attention_mask.bool()
 
 
@@ -301,9 +290,8 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     if ends is not None:
         whole, ends = not ends.is_floating_point(), ends.flatten().tolist()
         if not whole or rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
-            raise RefusedError(
-                "cu_seqlens", f"whole numbers must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
-            )
+            text = f"whole numbers must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
+            raise RefusedError("cu_seqlens", text)
         begins[0, [end for end in ends if end < n]] = True
     elif given is not None:
         return _beside_padding(given.long(), real)
@@ -319,13 +307,8 @@ def _beside_padding(positions: Tensor, real: Tensor) -> Tensor:
     last = real.shape[1] - 1 - real.flip(1).long().argmax(1, keepdim=True)
     begin = positions.gather(1, first)
     if bool(((first > 0) & (begin != 0)).any()):
-        row = int(((first > 0) & (begin != 0)).flatten().nonzero()[0])
-        raise RefusedError(
-            "position_ids",
-            f"behind padding in front they must begin at 0: in row {row}, {int(first[row])} tokens of "
-            f"padding are followed by position {int(begin[row])}. Number the tokens from 0, or leave "
-            f"position_ids out",
-        )
+        text = "behind padding in front they must begin at 0: number the tokens from 0, or leave them out"
+        raise RefusedError("position_ids", text)
     behind = positions.gather(1, last) + at - last
     found = torch.where(at < first, at, torch.where(at > last, behind, positions))
     return torch.where(real.any(1, keepdim=True), found, at)

@@ -1,4 +1,4 @@
-"""Models of transformers over shards: which are supported, their attention, positions and recompute.
+"""Models of transformers over shards: which are supported, their attention and positions.
 
 supported      whether a model can be supported; burst's attention put in
 attention      attention and masks of transformers, by BurstAttention; the masks of recurrences
@@ -8,7 +8,4 @@ strategies     a batch that is whole, and sharded here; or a shard, which is tru
 vision         what enters the text tower of a model with images, sharded
 towers         images given out over the ranks, and their features gathered
 randomness     dropout masks and noise of each rank its own
-prefill        the prompt of generate, attended to by the ring
-checkpointing  a recompute policy, attached to a model
-trl            TRL's fused LM head over shards
 """

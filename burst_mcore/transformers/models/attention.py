@@ -25,13 +25,12 @@ from burst_mcore.attention.kernels.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
-from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
 from burst_mcore.mask.mask import Union
 from burst_mcore.mask.terms import Ranges, Window
 from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.rollouts.columns import Columns
-from burst_mcore.rollouts.trees import depths, tree_mask
+from burst_mcore.rollouts.trees import tree_mask
 from burst_mcore.transformers.errors import RefusedError
 
 NAME = "burst"
@@ -54,6 +53,8 @@ class Sequence:
     """The highest position of the whole sequence, if this rank has a shard of it."""
     columns: Columns = field(default=Columns(), compare=False)
     """The tree of the row's shared prefixes, and weights of labels."""
+    here: Tensor | None = field(default=None, compare=False, repr=False)
+    """Positions of this rank's tokens [rows, tokens], if it has a shard."""
     entering: Tensor | None = field(default=None, compare=False, repr=False)
     """Positions of all tokens [rows, tokens], where they are whole until they enter the text tower."""
     reached: set[nn.Module] = field(default_factory=set, compare=False, repr=False)
@@ -74,15 +75,6 @@ class Sequence:
             for row, ends in enumerate(every)
         ]
         return tuple(seen if len(set(seen)) > 1 else seen[:1])
-
-    def places(self) -> Tensor:
-        """Return the place of each token of this rank in its document or rollout, [rows or 1, tokens]."""
-        own = {"rank": self.topology.rank, "size": self.topology.size, "layout": self.config.layout}
-        at = positions(self.tokens, **own)  # type: ignore[arg-type]
-        if self.columns.tree is not None:
-            return depths(self.columns.tree)[at][None]
-        rows = [torch.tensor(ends) for ends in self.ends or ((0, self.tokens),)]
-        return torch.stack([at - ends[torch.searchsorted(ends, at, right=True) - 1] for ends in rows])
 
 
 @dataclass(frozen=True)
@@ -112,9 +104,8 @@ class LayerMask:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)  # as Python asks for them, to see whether they are there
-        raise _NoTensorError(
-            "mask", f"the model works on a layer's mask as on a tensor ('{name}'), which burst never makes"
-        )
+        text = f"the model works on a layer's mask as on a tensor ('{name}'), which burst never makes"
+        raise _NoTensorError("mask", text)
 
 
 # FSDP2's mixed precision replaces dataclasses among arguments by copies, field by field: these seem none.
@@ -168,12 +159,9 @@ def mask_of(
     """
     sequence = current()
     if sequence is None:
-        raise RefusedError(
-            "attention outside of an engine",
-            'attn_implementation="burst" works in forwards of models that burst_mcore.deepspeed.initialize '
-            "or burst_mcore.torch.parallelize has prepared. generate makes masks before them for static "
-            "caches, which are unsupported: use the default dynamic cache, without cache_implementation",
-        )
+        where = 'attn_implementation="burst" works in forwards of models that burst has prepared'
+        before = "generate makes masks before them for static caches, which are unsupported"
+        raise RefusedError("attention outside of an engine", f"{where}. {before}: use a DynamicCache")
     if isinstance(attention_mask, LayerMask):
         return attention_mask
     if attention_mask is not None and sequence.entering is None and not bool(attention_mask.all()):
@@ -231,11 +219,8 @@ def _blocks(ids: Tensor, row: int, ends: tuple[int, ...]) -> Mask:
         if number >= 0:
             document = bisect(ends, first)
             if last > ends[document]:
-                raise RefusedError(
-                    "mask",
-                    f"tokens [{first}, {last}) of row {row} are one block, and a document ends at "
-                    f"{ends[document]}: a block of tokens that see each other lies in one document",
-                )
+                block = f"tokens [{first}, {last}) of row {row} are one block"
+                raise RefusedError("mask", f"{block}, and a document ends at {ends[document]} within it")
             same.setdefault((document, number), []).append((first, last))
     pairs = [pair for runs in same.values() for pair in product(runs, runs)]
     return Mask.ranges([of_q for of_q, _ in pairs], [of_k for _, of_k in pairs])
@@ -278,11 +263,7 @@ def attend(
     name = type(module).__name__
     if not isinstance(attention_mask, LayerMask):
         mask = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
-        raise RefusedError(
-            "model",
-            f"{name} got {mask} that does not come from transformers' mask interface: what it may see is "
-            f"unknown",
-        )
+        raise RefusedError("model", f"{name} got {mask} that does not come from transformers' mask interface")
     if dropout:
         raise RefusedError("dropout", f"{name} has attention dropout {dropout}: set attention_dropout to 0")
     blocks = any(isinstance(term, Ranges) for mask in attention_mask.masks for term in mask.all_terms())
@@ -291,17 +272,12 @@ def attend(
     if others.get("output_attentions"):
         raise RefusedError("output_attentions", "attention weights are never made")
     if sliding_window is not None and sliding_window != attention_mask.window:
-        raise RefusedError(
-            "mask",
-            f"{name} has a sliding_window of {sliding_window}, its mask one of {attention_mask.window}",
-        )
+        windows = f"a sliding_window of {sliding_window}, its mask one of {attention_mask.window}"
+        raise RefusedError("mask", f"{name} has {windows}")
     odd = [k for k, x in others.items() if isinstance(x, Tensor) and k not in UNDERSTOOD]
     if odd:
-        raise RefusedError(
-            "model",
-            f"{name} hands {', '.join(odd)} to its attention, which is not supported. What the model need "
-            f"not have, leave out of the batch",
-        )
+        hands = f"{name} hands {', '.join(odd)} to its attention, which is not supported"
+        raise RefusedError("model", f"{hands}: leave out of the batch what the model need not have")
     _arrived(attention_mask.sequence, module)
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves q and k in float32
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -312,8 +288,9 @@ def attend(
     asked: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "sinks": sinks}
     sequence, masks = attention_mask.sequence, attention_mask.masks
     cached = attention_mask.offset or q.shape[1] != k.shape[1]
-    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope and not cached:
-        q = _tempered(module, q, sequence.places())
+    tempers = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    if tempers and not cached and sequence.here is not None:
+        q = _tempered(module, q, sequence.here)
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
         _from_cache(q[at], k[at], v[at], mask, attention_mask, Scores(scale, softcap), sinks)
@@ -329,14 +306,16 @@ def attend(
 def _tempered(module: Any, q: Tensor, places: Tensor) -> Tensor:
     """Return queries of Llama 4, scaled by their places in documents, and no more by those in the shard.
 
-    q: [rows, tokens, heads, head_dim]; places: [rows or 1, tokens].
+    q: [rows, tokens, heads, head_dim]; places: [rows, tokens].
     """
 
     def scale(at: Tensor) -> Tensor:
         steps = torch.floor((at + 1.0) / float(module.floor_scale))
         return 1.0 + float(module.attn_scale) * torch.log1p(steps)
 
-    factor = (scale(places) / scale(torch.arange(places.shape[1]))).to(q.device, q.dtype)
+    factor = (scale(places) / scale(torch.arange(places.shape[1], device=places.device))).to(
+        q.device, q.dtype
+    )
     return q * factor[:, :, None, None]
 
 
@@ -357,12 +336,8 @@ def _from_cache(
 ) -> Tensor:
     """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch."""
     if seen.sequence.last is not None:  # each rank has a shard of the new tokens
-        before = k.shape[1] - q.shape[1]
-        raise RefusedError(
-            "cache",
-            f"a forward over shards attends to {before} tokens of a cache that was handed to the model "
-            "inside (prefix tuning?): each rank would see them and its shard alone",
-        )
+        text = f"a forward over shards attends to {k.shape[1] - q.shape[1]} tokens of a cache"
+        raise RefusedError("cache", f"{text} that was handed to the model inside (prefix tuning?)")
     last = seen.offset + q.shape[1]
     queries = torch.arange(seen.offset, last, device=q.device)
     keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first

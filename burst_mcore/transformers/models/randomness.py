@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,19 +49,13 @@ def _generators(device: torch.device) -> Iterator[torch.Generator]:
         yield torch.get_device_module(device).default_generators[device.index or 0]
 
 
-@contextmanager
-def noise_of_whole(model: nn.Module, share: float) -> Iterator[None]:
-    """Make NEFTune's noise as strong as over the whole sequence, of which a rank has a share.
+def noise_of_whole(model: nn.Module, share: float) -> AbstractContextManager[None]:
+    """Make NEFTune's noise as strong as over the whole sequence, of which a rank has a share, within.
 
     transformers' hook of the embeddings divides `neftune_noise_alpha` by the root of the tokens that it sees:
     https://github.com/huggingface/transformers, src/transformers/integrations/neftune.py.
     """
-    with ExitStack() as stack:
-        for module in model.modules():
-            if _ALPHA in vars(module):
-                alpha = vars(module)[_ALPHA] * math.sqrt(share)
-                stack.enter_context(while_set(module, **{_ALPHA: alpha}))
-        yield
-
-
-_ALPHA = "neftune_noise_alpha"
+    noisy: Any = next((m for m in model.modules() if "neftune_noise_alpha" in vars(m)), None)
+    if noisy is None:
+        return nullcontext()
+    return while_set(noisy, neftune_noise_alpha=noisy.neftune_noise_alpha * math.sqrt(share))

@@ -39,11 +39,8 @@ def _with_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     arguments = dict(zip(("x", "position_ids"), args, strict=False)) | kwargs
     positions = arguments.get("position_ids")
     if len(args) > 2 or not isinstance(positions, torch.Tensor) or positions.dim() != 2:
-        raise RefusedError(
-            "model",
-            f"{type(module).__name__} depends on the length of the sequence, and takes it from elsewhere "
-            f"than position_ids [rows, tokens]",
-        )
+        takes = "takes the length of the sequence from elsewhere than position_ids [rows, tokens]"
+        raise RefusedError("model", f"{type(module).__name__} {takes}")
     last = positions.new_full((positions.shape[0], 1), sequence.last)
     return (), {**arguments, "position_ids": torch.cat([positions, last], 1)}
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -34,13 +34,6 @@ attached: WeakSet[SequenceParallel] = WeakSet()
 """The hooks of all models that are prepared."""
 
 
-class Strategy(Protocol):
-    """What a model does with its batches; `strategies` has three."""
-
-    def forward(self, arguments: dict[str, Any]) -> Forward:
-        """Return this rank's forward for the arguments that a caller gave. Collective over the group."""
-
-
 @dataclass(eq=False)
 class SequenceParallel:
     """Hooks around a causal LM's forward, one object for each model.
@@ -54,8 +47,8 @@ class SequenceParallel:
     group: dist.ProcessGroup | None
     """The CP group; None for one rank."""
     config: BurstConfig
-    batches: Strategy = field(init=False)
-    """What the model does with its batches, chosen by whoever prepares it."""
+    batches: Any = field(init=False)
+    """What the model does with its batches: of `strategies`, chosen by whoever prepares it."""
     loss_only: bool = False
     """Whether a whole batch of an evaluation returns no logits beside its loss."""
     most_positions: int | None = None
@@ -126,11 +119,9 @@ class SequenceParallel:
         if sequence.mixing is not None:
             others += missing_calls(self.model, sequence.mixing)
         if others or not (sequence.reached or mixers_of(self.model)):
-            raise RefusedError(
-                "model",
-                f"{type(self.model).__name__} attends, or mixes tokens, elsewhere than by transformers' "
-                f"interface: {', '.join(others[:3]) or 'no attention module was found'}",
-            )
+            elsewhere = "attends, or mixes tokens, elsewhere than by transformers' interface"
+            where = ", ".join(others[:3]) or "no attention module was found"
+            raise RefusedError("model", f"{type(self.model).__name__} {elsewhere}: {where}")
 
     def with_whole_loss(self, out: Any) -> Any:
         """Return the output of a shard's forward with the loss of the whole sequence."""
@@ -192,6 +183,11 @@ class SequenceParallel:
         rows = torch.full((len(here) * size,), -1).scatter(0, here, torch.arange(len(here)))[chosen]
         arguments[KEEP] = rows.clamp(min=0)
         return rows >= 0
+
+
+def evaluates() -> bool:
+    """Return whether none of the prepared models is training."""
+    return not any(sequence.model.training for sequence in attached)
 
 
 def kept(arguments: dict[str, Any]) -> Tensor | None:

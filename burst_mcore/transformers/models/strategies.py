@@ -2,13 +2,15 @@
 
 ShardedBatch  trusts what it is given, as loops and loaders shard it: `initialize`, `parallelize`
 WholeBatch    shards what it is given, which is whole on every rank: Accelerate with cp_size
-LoadedBatch   shards what Accelerate's loaders give, and trusts other batches: Accelerate with sp_size
+LoadedBatch   shards what all ranks of a group have alike, and trusts other batches: Accelerate with sp_size
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,30 +21,22 @@ from torch.utils._pytree import tree_leaves
 from burst_mcore.agreement import integers_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import unshard
+from burst_mcore.loss.whole import gathered
 from burst_mcore.recurrent.bound import mixers_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
 from burst_mcore.transformers.agreement import meet
-from burst_mcore.transformers.data.batches import (
-    OF_TOWERS,
-    WHOLE,
-    apart,
-    digest_of_batch,
-    documents,
-    is_per_token,
-    prepared,
-    summary,
-)
+from burst_mcore.transformers.data.batches import OF_TOWERS, apart, digest_of_batch, documents, summary
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import Sequence
-from burst_mcore.transformers.models.prefill import Prefill, cache_name
 from burst_mcore.transformers.models.sequence import KEEP, Forward, SequenceParallel, kept, tokens_of
-from burst_mcore.transformers.models.supported import switched_attention
-from burst_mcore.transformers.models.trl import asks_for_fused_head
+from burst_mcore.transformers.models.supported import asks_for_fused_head, switched_attention
 from burst_mcore.transformers.models.vision import whole_arguments
 
 logger = logging.getLogger("burst_mcore")
 
+CACHE_NAMES = ("past_key_values", "cache")
+"""Argument of a forward, and field of its output, that holds a cache: "cache" from transformers 5.24 on."""
 OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments of a forward that a model without a loss does not get."""
 
@@ -82,29 +76,22 @@ class _Forwards:
         arguments |= {name: self._whole(x, lengths) for name, x in types.items()}
         ends = () if columns.tree is not None else _packed(documents(whole))
         refuse("tree", columns.why_not_its_depths(whole))
-        self._refuse_long(int(whole.max()))
+        n, last, most = whole.shape[1], int(whole.max()), self.of.most_positions
+        if most is not None and last >= most:  # on all ranks alike
+            text = f"the model has embeddings of {most} positions, the sequence has {last + 1}"
+            raise RefusedError("position_ids", f"{text}: cut the sample, or pack shorter documents")
         if has_loss:
             arguments["labels"] = arguments["shift_labels"]
             if arguments.get("num_items_in_batch") is None:
                 arguments["num_items_in_batch"] = positions.new_tensor(max(valid, 1))
         if self.of.topology.size > 1 or has_loss:
             arguments["use_cache"] = self.of.topology.size == 1 and bool(arguments.get("use_cache"))
-        n, last = whole.shape[1], int(whole.max())
-        sequence = Sequence(self.of.topology, self.of.config, n, ends, last, columns)
+        sequence = Sequence(self.of.topology, self.of.config, n, ends, last, columns, positions)
         if not has_loss:
             return sequence, arguments, _unchanged
         if asks_for_fused_head(arguments):
             return sequence, arguments, lambda out: self.of.with_whole_tokens(out, positions.shape[1])
         return sequence, arguments, self.of.with_whole_loss
-
-    def _refuse_long(self, last: int) -> None:
-        """Raise RefusedError, on all ranks alike, if the model has no embedding for the last position."""
-        if self.of.most_positions is not None and last >= self.of.most_positions:
-            raise RefusedError(
-                "position_ids",
-                f"{type(self.of.model).__name__} has embeddings of {self.of.most_positions} positions, the "
-                f"sequence has {last + 1}: cut the sample, or pack shorter documents",
-            )
 
     def _own(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor, int]:
         """Check this rank's part of a batch; return its arguments, positions and number of labels."""
@@ -114,22 +101,15 @@ class _Forwards:
         if positions is None and isinstance(ids, Tensor) and self.of.topology.size == 1:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
-            raise RefusedError(
-                "position_ids",
-                "a forward over sharded sequences needs input_ids (or inputs_embeds) and position_ids: "
-                "without, every rank would count from 0. Wrap the loader (burst.shard_loader, cp.loader), or "
-                "shard them with the ids",
-            )
+            text = "a forward over sharded sequences needs position_ids beside input_ids or inputs_embeds"
+            raise RefusedError("position_ids", f"{text}: take batches from burst.shard_loader or cp.loader")
         if positions.dim() == 2 and len(positions) == 1:
             positions = positions.expand(ids.shape[0], -1)
         self._refuse_columns({**arguments, "position_ids": positions}, ids.shape[:2])
         if shifted is None and labels is not None:
             if self.of.topology.size > 1:
-                raise RefusedError(
-                    "labels",
-                    "labels must be shifted before the sequence is sharded: give shift_labels "
-                    "(burst.shard_loader and cp.loader do). Shifted in a shard each seam loses a token",
-                )
+                text = "labels must be shifted before the sequence is sharded: give shift_labels"
+                raise RefusedError("labels", f"{text}, as burst.shard_loader and cp.loader do")
             shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
@@ -146,19 +126,13 @@ class _Forwards:
         if self.of.group is None:
             return
         of_config = getattr(self.of.model.config, "output_router_logits", False)
-        every_shard = (
-            "it would choose tokens in every shard: leave it out, and choose in the gathered logits; "
-            "generate sets it, and needs use_cache"
-        )
+        balances = arguments.get("output_router_logits", of_config)
+        every_shard = "it would choose in every shard: leave it out. generate sets it, and needs use_cache"
         for name, asked, why in (
             (KEEP, kept(arguments) is not None, every_shard),
             ("cache", arguments.get("use_cache"), "a shard has none to return: leave use_cache out"),
             ("output_attentions", arguments.get("output_attentions"), "attention weights are never made"),
-            (
-                "auxiliary loss",
-                arguments.get("output_router_logits", of_config),
-                "a loss balancing experts is no sum over tokens of a shard",
-            ),
+            ("auxiliary loss", balances, "a loss that balances experts is no sum over tokens of a shard"),
         ):
             refuse(name, why if asked else None)
 
@@ -223,9 +197,8 @@ class _Forwards:
         try:
             return unshard(parts, 1, layout=self.of.config.layout)
         except ValueError as error:
-            raise RefusedError(
-                "layout", f"{error}. Was the batch sharded by another, or is this generate without its cache?"
-            ) from None
+            text = f"{error}. Was the batch sharded by another, or is this generate without its cache?"
+            raise RefusedError("layout", text) from None
 
     def _cached(self, arguments: dict[str, Any], whole: bool) -> bool:
         """Return whether a forward has a cache, or makes one, as MiniMax does of a whole batch."""
@@ -240,15 +213,7 @@ class _Forwards:
         labelled = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
         meet(self.of.topology, "a forward over whole batches")
         keep = kept(arguments)
-        columns: dict[str, Any] = {**arguments, KEEP: keep}
-        columns, others = (columns, {}) if self.of.text is None else apart(columns)
-        seen = {
-            f"of {name} {i}": summary(each)
-            for name, x in arguments.items()
-            if name in others or isinstance(x, list | tuple)
-            for i, each in enumerate(tree_leaves(x))
-            if isinstance(each, Tensor)
-        }
+        columns, others, seen = self._columns(arguments)
         sharding = {**self.of.sharding, "whole": False}
         part, batch = shard_of_whole_batch(columns | seen, sharding, self.of.group)
         part = {name: x for name, x in part.items() if name not in (KEEP, *seen)}
@@ -275,54 +240,70 @@ class _Forwards:
 
         return sequence, part, whole
 
+    def _columns(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return (columns of tokens, other columns, what ranks compare of these) of whole arguments."""
+        columns: dict[str, Any] = {**arguments, KEEP: kept(arguments)}
+        columns, others = (columns, {}) if self.of.text is None else apart(columns)
+        seen = {
+            f"of {name} {i}": summary(each)
+            for name, x in arguments.items()
+            if name in others or isinstance(x, list | tuple)
+            for i, each in enumerate(tree_leaves(x))
+            if isinstance(each, Tensor)
+        }
+        return columns, others, seen
+
+    def _alike(self, arguments: dict[str, Any]) -> bool:
+        """Return whether all ranks of the group were given the same arguments. Collective over the group."""
+        if self.of.group is None:
+            return True
+        meet(self.of.topology, "a forward over whole batches, or shards")
+        columns, _, seen = self._columns(arguments)
+        return len({*map(tuple, integers_of(self.of.group, [digest_of_batch(columns | seen)]))}) == 1
+
     def _generating(self, arguments: dict[str, Any]) -> Forward:
         """Prepare a forward of `generate`, with a cache: ranks have all tokens; a prompt is sharded here."""
         if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
             raise RefusedError("labels", "a forward with a cache has no loss")
-        new = tokens_of(arguments)
-        before, n = _tokens_of_cache(arguments), new.shape[1]
+        before, n = _tokens_of_cache(arguments), tokens_of(arguments).shape[1]
         layers = getattr(arguments.get(cache_name(arguments) or ""), "layers", ())
         if any(hasattr(layer, "max_cache_len") for layer in layers):
             raise RefusedError("cache", "static caches are unsupported: use the default, a DynamicCache")
-        self._refuse_shards(arguments, before, n)
+        if self.of.group is not None and (before or n == 1):  # each rank goes on by itself
+            positions, here = apart(arguments)[0].get("position_ids"), torch.arange(before, before + n)
+            whole = positions is None or torch.equal(positions.cpu(), here.expand(positions.shape))
+        else:
+            whole = self._alike(arguments)
+        if not whole:
+            text = "a forward with a cache takes all tokens on every rank of a group, as generate does"
+            raise RefusedError("cache", f"{text}: these are a shard, or other ranks have other tokens")
         if before or n == 1 or self.of.group is None or mixers_of(self.of.model):  # no rank has all states
             return Sequence(Topology.single(), self.of.config, before + n), arguments, _unchanged
-        self._refuse_long(n - 1)
-        prefill = Prefill(self.of.topology, self.of.group, self.of.config, n)
-        behind = (0, prefill.padded - n)
-        types = {k: nn.functional.pad(x, behind, value=-1) for k, x in self._types(arguments).items()}
-        sequence = Sequence(self.of.topology, self.of.config, prefill.padded, last=n - 1)
-        part = prefill.begin(arguments | types)
-        if self.of.text is not None:
-            columns, others = apart(arguments | types)
-            tokens = {k: nn.functional.pad(x, behind) for k, x in columns.items() if is_per_token(x, n)}
-            tokens["position_ids"] = places = prefill.places(new.device).expand(len(new), -1)
-            part |= whole_arguments(columns, others, tokens, new.device)
-            sequence = replace(sequence, entering=places)
-        local, mine = part["input_ids"].shape[1], self.of.choose(kept(arguments), n, part)
+        return self._prompt(arguments, n)
+
+    def _prompt(self, arguments: dict[str, Any], n: int) -> Forward:
+        """Prepare a forward over a prompt of n tokens, sharded here; its cache has all on every rank."""
+        from transformers import DynamicCache
+
+        mask = arguments.get("attention_mask")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+            raise RefusedError("attention_mask", "prompts must be of one length: padding is not supported")
+        name, group, layout = cache_name(arguments), self.of.group, self.of.config.layout
+        assert name is not None and group is not None
+        cache, beside = arguments[name], (name, "use_cache", "cache_position")
+        sequence, part, finish = self._sharded_here({k: x for k, x in arguments.items() if k not in beside})
+        part |= {name: DynamicCache(), "use_cache": True}  # without a model's config it keeps all tokens
 
         def whole(out: Any) -> Any:
-            return self.of.with_whole_outputs(prefill.finish(out), local, n, mine)
+            made = cache_name(out)
+            assert made is not None
+            for layer, own in enumerate(out[made].layers):
+                keys, values = (gathered(x, group, layout, dim=2)[:, :, :n] for x in (own.keys, own.values))
+                cache.update(keys, values, layer)
+            out[made] = cache
+            return finish(out)
 
         return sequence, part, whole
-
-    def _refuse_shards(self, arguments: dict[str, Any], before: int, n: int) -> None:
-        """Raise RefusedError where the tokens beside a cache are a shard, which would miss the others'."""
-        positions = apart(arguments)[0].get("position_ids")
-        if self.of.group is None:
-            alike = True
-        elif before or n == 1:  # each rank goes on by itself
-            here = torch.arange(before, before + n)
-            alike = positions is None or torch.equal(positions.cpu(), here.expand(positions.shape))
-        else:
-            tensors = {**arguments, KEEP: kept(arguments)}
-            alike = len({*map(tuple, integers_of(self.of.group, [digest_of_batch(tensors)]))}) == 1
-        if not alike:
-            raise RefusedError(
-                "cache",
-                "a forward with a cache takes all tokens on every rank of a group, as generate does: these "
-                "are a shard, or other ranks have other tokens. Leave the cache out",
-            )
 
 
 class WholeBatch(_Forwards):
@@ -362,21 +343,18 @@ class ShardedBatch(_Forwards):
         """Say, once, how a loss is made of a shard's logits, where this forward seems to be for that."""
         trains = self.of.model.training and torch.is_grad_enabled() and self.of.group is not None
         if trains and not self._warned and dist.get_rank() == 0:
-            logger.warning(
-                "a training forward over shards has no labels: make its loss with burst.whole_loss or "
-                "cp.whole_loss(sum of this rank's losses, number of its labels), or its gradient is wrong"
-            )
+            how = "(sum of this rank's losses, number of its labels), or its gradient is wrong"
+            loss = f"make its loss with burst.whole_loss or cp.whole_loss{how}"
+            logger.warning("a training forward over shards has no labels: %s", loss)
         self._warned = self._warned or trains
 
 
 @dataclass(eq=False)
 class LoadedBatch(_Forwards):
-    """Shards the whole batches of Accelerate's loaders, and trusts shards that a caller shards."""
+    """Shards batches that all ranks of a group have alike, as of Accelerate's loaders, and trusts others."""
 
     alone: bool = False
-    """Whether an evaluation's batch of no loader, which has no shift_labels, is of this rank alone."""
-    evaluations: set[int] = field(default_factory=set)
-    """Iterations of evaluation that are open: what is not trained on is whole meanwhile."""
+    """Whether an evaluation's batch that differs by rank, without shift_labels, is of this rank alone."""
 
     def __post_init__(self) -> None:
         self._sharding = WholeBatch(self.of)
@@ -384,40 +362,24 @@ class LoadedBatch(_Forwards):
 
     def forward(self, arguments: dict[str, Any]) -> Forward:
         """Return the forward over this rank's shard, or over a batch of this rank alone."""
-        evaluates, marked = not self.of.model.training, arguments.pop(WHOLE, None) is not None
-        lacks = {x for x in ("labels", "shift_labels") if arguments.get(x) is None}
-        if marked or (evaluates and self.evaluations):
-            if lacks and not evaluates:  # the caller has taken them, and makes a loss of logits
-                arguments = {name: x for name, x in arguments.items() if name not in OF_LOSS}
+        labelled = arguments.get("shift_labels") is not None or arguments.get(TREE) is not None
+        is_shard = (self.of.text is None and labelled) or asks_for_fused_head(arguments)
+        alone = self.alone and not (self.of.model.training or is_shard)
+        if not (alone and cache_name(arguments)) and self._alike(arguments):
             return self._sharding.forward(arguments)
-        is_shard = self.of.text is None and ("shift_labels" not in lacks or arguments.get(TREE) is not None)
-        if evaluates and self.alone and not (is_shard or asks_for_fused_head(arguments)):
-            return self._of_this_rank(arguments)
-        return self._trusting.forward(arguments)
+        return self._of_this_rank(arguments) if alone else self._trusting.forward(arguments)
 
     def _of_this_rank(self, arguments: dict[str, Any]) -> Forward:
-        """Prepare a forward of this rank alone over whole sequences; the loss is the model's own."""
-        new = tokens_of(arguments)
-        before, positions = _tokens_of_cache(arguments), apart(arguments)[0].get("position_ids")
-        mask = arguments.get("attention_mask")
-        ends: tuple[tuple[int, ...], ...] = ()
-        entering: Tensor | None = None
-        if not before:  # of a batch that is padded on the right, or packed
-            real = {} if mask is None else {"attention_mask": mask}
-            place = {} if positions is None else {"position_ids": positions.expand(new.shape[:2])}
-            ids = torch.zeros(new.shape[:2], dtype=torch.int64)
-            types = self._types(arguments)
-            columns = {name: x.cpu() for name, x in {**real, **place, **types}.items()}
-            whole = prepared({"input_ids": ids, **columns}, multiple=1, types=self.of.types)
-            ends = documents(whole["position_ids"])
-            arguments |= {name: whole[name].to(x.device) for name, x in types.items()}
-            if self.of.text is None:
-                arguments["attention_mask"] = None
-            else:  # of which its own code makes positions
-                entering = whole["position_ids"].to(new.device)
-        n = before + new.shape[1]
-        sequence = Sequence(Topology.single(), self.of.config, n, _packed(ends), entering=entering)
-        return sequence, arguments, _unchanged
+        """Prepare a forward of this rank alone over whole sequences, as if no rank shared them."""
+        alone = copy(self.of)
+        alone.group, alone.topology = None, Topology.single()
+        here = WholeBatch(alone)
+        return here._generating(arguments) if cache_name(arguments) else here._sharded_here(arguments)
+
+
+def cache_name(arguments: Mapping[str, Any]) -> str | None:
+    """Return the name under which arguments or outputs of a forward have a cache; None if they have none."""
+    return next((name for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def _unchanged(out: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -14,24 +14,10 @@ from burst_mcore.recurrent.bound import MIXERS, bind, mixers_of
 from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models.attention import NAME, current, register
 
-LAYERS: dict[str, Callable[[nn.Module], None] | None] = {
-    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "mlp", "moe")),
-    **dict.fromkeys(
-        ("linear_attention", "mamba", "hybrid", "conv"),
-        lambda model: bind(model, lambda: made.mixing if (made := current()) else None),
-    ),
-}
-"""Kinds of layers (config.layer_types) that are supported, with what binds layers of a kind to shards.
-None: transformers' attention interface does, or the layers mix no tokens. Others: beside `mixers_of`."""
-KINDS = {
-    "linear_attention": "a state runs along the sequence, by functions not supported",
-    "hybrid": "attention beside states or convolutions that are not supported",
-    "hybrid_sliding": "attention to a window beside states or convolutions that are not supported",
-    "conv": "neighbouring tokens are mixed",
-    "indexed_attention": "attention to keys that an indexer picks",
-    "minimax_m3_sparse": "attention to blocks of keys that an indexer picks",
-}
-"""Words for some kinds of layers that are refused."""
+MIXING = ("linear_attention", "mamba", "hybrid", "conv")
+"""Kinds of layers whose mixers are bound to shards, where `mixers_of` knows them."""
+LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "mlp", "moe", *MIXING)
+"""Kinds of layers (config.layer_types) that are supported."""
 TOWERS = ("vision_config", "audio_config")
 """Names in a configuration of models beside the language model."""
 OWN_LOSS = 'loss="model" ("fused_loss": false in the section)'
@@ -68,8 +54,8 @@ def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
     register()
     inner.set_attn_implementation(_implementations(inner))
     try:
-        for binds in filter(None, {LAYERS[kind] for kind in _kinds(inner.config.get_text_config())}):
-            binds(inner)
+        if any(kind in MIXING for kind in _kinds(inner.config.get_text_config())):
+            bind(inner, lambda: made.mixing if (made := current()) else None)
     except ValueError as error:
         raise RefusedError("model", str(error)) from None
     return inner
@@ -98,11 +84,8 @@ def _learned_prompts(model: nn.Module) -> Iterator[tuple[str, str]]:
         for adapter in adapters.values() if isinstance(adapters, dict) else ():
             if adapter.is_prompt_learning or adapter.is_adaption_prompt:
                 kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-                yield (
-                    "model",
-                    f"PEFT's {kind} puts tokens of its own beside a sequence, and a rank would see them and "
-                    "its shard alone: use LoRA, or another adapter of weights",
-                )
+                does = f"PEFT's {kind} puts tokens of its own beside a sequence"
+                yield "model", f"{does}: use LoRA, or another adapter of weights"
 
 
 def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
@@ -115,21 +98,15 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         return
     towers = [tower for tower in TOWERS if getattr(inner.config, tower, None) is not None]
     if towers and text_tower(inner) is None:
-        yield (
-            "model",
-            f"{name} is no text model: it has a {', '.join(towers)} within what attends to text. Give its "
-            f"language model alone, with {OWN_LOSS}",
-        )
+        within = f"{name} has a {', '.join(towers)} within what attends to text"
+        yield "model", f"{within}: give its language model alone, with {OWN_LOSS}"
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
     bound = mixers_of(_text_model(inner))
-    odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (LAYERS[kind] and not bound))
+    odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (kind in MIXING and not bound))
     if odd:
-        told = ", ".join(f"{kind} ({KINDS[kind]})" if kind in KINDS else kind for kind in odd)
-        yield (
-            "model",
-            f"{name} has layers of type {told}; supported are {', '.join(LAYERS)}, with known mixers",
-        )
+        supported = f"supported are {', '.join(LAYERS)}, with known mixers"
+        yield "model", f"{name} has layers of type {', '.join(odd)}; {supported}"
     if getattr(inner, "_is_stateful", False) and not bound:
         yield "model", f"{name} carries a state along the sequence by mixers that burst does not bind"
     mixing = [
@@ -156,33 +133,20 @@ def _what_is_asked(inner: Any, size: int, headless: bool) -> Iterator[tuple[str,
     both_ways = getattr(config, "use_bidirectional_attention", None)
     if both_ways == "all" or (both_ways is True and types_of(inner) is None):
         yield "model", f"{name} has attention that is not causal (use_bidirectional_attention)"
-    counts_from = next((type(m).__name__ for m in inner.modules() if _makes_positions_of_tokens(m)), None)
-    if counts_from is not None:
-        yield (
-            "model",
-            f"{name} counts positions by its tokens ({counts_from}.{_POSITIONS}), from its padding token on: "
-            "those of a shard would be others",
-        )
+    if any(map(_makes_positions_of_tokens, inner.modules())):
+        yield "model", f"{name} counts positions by its tokens, from its padding token on"
     if size > 1 and getattr(config, "output_router_logits", False):
-        yield (
-            "auxiliary loss",
-            f"{name}'s loss that balances experts is no sum over tokens: set output_router_logits to False",
-        )
+        balances = f"{name}'s loss that balances experts is no sum over tokens"
+        yield "auxiliary loss", f"{balances}: set output_router_logits to False"
     if not makes_loss(inner) and not headless:
-        yield (
-            "model",
-            f"{name} has no head that makes a loss of labels: give the causal LM (of class ...ForCausalLM), "
-            f"or, for hidden states of which you make a loss, {OWN_LOSS}",
-        )
+        lacks = f"{name} has no head that makes a loss of labels"
+        yield "model", f"{lacks}: give the ...ForCausalLM, or, for a loss of hidden states, {OWN_LOSS}"
     parameters = inspect.signature(inner.forward).parameters.values()
     if makes_loss(inner) and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        yield ("model", f"{name}.forward takes no further arguments, so that no shift_labels reach its loss")
+        yield "model", f"{name}.forward takes no further arguments, so that no shift_labels reach its loss"
     for option, done in DROPOUTS.items():
         if share := getattr(config, option, None):
-            yield (
-                "dropout",
-                f"{name} {done} ({option} is {share}): set it to 0 in its config before the model is made",
-            )
+            yield "dropout", f"{name} {done} ({option} is {share}): set it to 0 before the model is made"
     own = inner.loss_function if makes_loss(inner) else None
     if own is not None and own.__name__ != "ForCausalLMLoss" and not hasattr(own, "burst_mcore"):
         yield "loss", f"{name} has a loss of its own, {own.__name__}: supported is ForCausalLMLoss"
@@ -202,6 +166,22 @@ def _makes_positions_of_tokens(module: nn.Module) -> bool:
 def makes_loss(model: nn.Module) -> bool:
     """Return whether a model of transformers has a head that makes a loss of labels."""
     return "labels" in inspect.signature(type(model).forward).parameters
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Return whether TRL (1.x) has replaced a model's forward: trl/trainer/utils.py, add_fused_lm_head.
+
+    With `fused_lm_head=True` that forward returns numbers for each token (log-probability, entropy, ...)
+    instead of logits, and takes labels of a shard as `shift_labels`.
+    """
+    forward = vars(model).get("forward")
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    return code is not None and code.co_qualname.startswith("add_fused_lm_head.")
+
+
+def asks_for_fused_head(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a forward with these arguments returns numbers for each token, not logits."""
+    return bool(arguments.get("fused_lm_head"))
 
 
 def called_for(model: nn.Module, inner: nn.Module) -> nn.Module:
@@ -243,9 +223,9 @@ def text_tower(model: nn.Module) -> Any:
 def _text_model(model: nn.Module) -> Any:
     """Return the part of a model that attends, without its towers."""
     text = text_tower(model)
-    if text is not None or types_of(model) is None:
-        return model if text is None else text
-    return _of_transformers(model).get_decoder()
+    if text is None and types_of(model) is not None:
+        return _of_transformers(model).get_decoder()
+    return model if text is None else text
 
 
 def switched_attention(model: nn.Module) -> str | None:
@@ -253,10 +233,8 @@ def switched_attention(model: nn.Module) -> str | None:
     for path, module in attention_modules(model).items():
         asked = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
         if asked != NAME:
-            return (
-                f"{path} ({type(module).__name__}) has attn_implementation {asked!r} since the model was "
-                f"prepared, and would see its rank's shard alone: set {NAME!r} again"
-            )
+            switched = f"{path} ({type(module).__name__}) has attn_implementation {asked!r}"
+            return f"{switched} since the model was prepared: set {NAME!r} again"
     return None
 
 

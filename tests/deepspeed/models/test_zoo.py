@@ -42,8 +42,8 @@ def test_a_few_of_each_kind():
     (found, _) = processes(2, outcomes, (*equal, *refused))
     assert {name: found[name][0] for name in equal} == dict.fromkeys(equal, "equal")
     assert {name: found[name][0] for name in refused} == dict.fromkeys(refused, "refused")
-    assert "hybrid (attention beside states or convolutions that" in found["inkling_text"][1]
-    assert "minimax_m3_sparse (attention to blocks" in found["minimax_m3_vl_text"][1]
+    assert "layers of type hybrid" in found["inkling_text"][1]
+    assert "layers of type minimax_m3_sparse" in found["minimax_m3_vl_text"][1]
     assert "a layer's mask as on a tensor" in found["doge"][1]
 
 

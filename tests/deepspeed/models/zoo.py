@@ -330,7 +330,7 @@ def _reason(words: str) -> str:
     if not head.startswith("refused ("):
         return words
     subject, _, reason = rest.partition(" ")
-    return re.sub(r" \(\w+Embeddings\.", " (", reason) if subject != subject.lower() else rest
+    return reason if subject != subject.lower() else rest
 
 
 def everything() -> dict[str, tuple[str, str]]:
