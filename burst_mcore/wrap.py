@@ -17,15 +17,16 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
     """Replace `owner.name` by `make(original)`. Idempotent for each `make`."""
     original = getattr(owner, name)
     if make not in _makers(original):
-        setattr(owner, name, _wrapped(original, make))
+        wrapper = functools.wraps(original)(make(original))
+        wrapper._burst_makers = (*_makers(original), make)  # type: ignore[attr-defined]
+        setattr(owner, name, wrapper)
 
 
 def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a function like `wrap`, also in modules that imported the function by name."""
     original = vars(module)[name]
-    if make in _makers(original):
-        return
-    wrapper = _wrapped(original, make)
+    wrap(module, name, make)
+    wrapper = vars(module)[name]
     for other in [loaded for place, loaded in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
         names = [key for key, value in list(getattr(other, "__dict__", {}).items()) if value is original]
         for key in names:
@@ -84,14 +85,6 @@ def while_set(thing: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in originals.items():
             setattr(thing, name, value)
-
-
-def _wrapped(
-    original: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
-    wrapper = functools.wraps(original)(make(original))
-    wrapper._burst_makers = (*_makers(original), make)  # type: ignore[attr-defined]
-    return wrapper
 
 
 def _makers(function: Callable[..., Any]) -> tuple[Any, ...]:

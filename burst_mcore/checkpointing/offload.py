@@ -57,11 +57,6 @@ class OffloadedResults:
         return SavedSuffix(self._cut, self._here, copied=True)
 
 
-def may_move(suffix: SavedSuffix) -> bool:
-    """Return whether saved results may be offloaded: only CUDA tensors."""
-    return any(x.is_cuda for x in suffix.tensors)
-
-
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [x._version for x in tensors if not x.is_inference()]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.replay import SavedSuffix
-from burst_mcore.checkpointing.offload import OffloadedResults, may_move
+from burst_mcore.checkpointing.offload import OffloadedResults
 from burst_mcore.checkpointing.scope import Policy, SavedResults
 from burst_mcore.words import brief
 
@@ -50,27 +50,19 @@ class Segment(Policy):
 
     keep: float | str = 0.5
     memory_gb: float | None = None
-    _live: _Live = field(init=False, repr=False, compare=False)
+    _live: _Live = field(default_factory=lambda: _Live(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, str):
             if self.keep != "auto":
-                raise ValueError(
-                    f"keep must be a share of the sequence, from 0 to 1, or 'auto', got {brief(self.keep)}"
-                )
+                raise ValueError(f"keep must be a share from 0 to 1, or 'auto', got {brief(self.keep)}")
             budget = self.memory_gb
             if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
-                raise ValueError(
-                    f"keep='auto' needs memory_gb, the GB that may be kept at once, above 0; got "
-                    f"{brief(budget)}"
-                )
+                raise ValueError(f"keep='auto' needs memory_gb, the GB kept, above 0; got {brief(budget)}")
         else:
             check_keep(self.keep)
             if self.memory_gb is not None:
-                raise ValueError(
-                    f"memory_gb is for keep='auto', got memory_gb={self.memory_gb!r}, keep={self.keep!r}"
-                )
-        object.__setattr__(self, "_live", _Live())
+                raise ValueError(f"memory_gb is for keep='auto', got {self.memory_gb!r}, keep={self.keep!r}")
 
     @property
     def keeps_nothing(self) -> bool:
@@ -129,12 +121,11 @@ class Offload(Policy):
     """
 
     policy: Policy
-    _chain: _Chain = field(init=False, repr=False, compare=False)
+    _chain: _Chain = field(default_factory=lambda: _Chain(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy) or isinstance(self.policy, Offload):
             raise ValueError(f"Offload takes Full(), KeepAttention(), Segment(...), got {brief(self.policy)}")
-        object.__setattr__(self, "_chain", _Chain())
 
     @property
     def keeps_nothing(self) -> bool:
@@ -144,7 +135,7 @@ class Offload(Policy):
         return self.policy.share(size)
 
     def hold(self, suffix: SavedSuffix) -> SavedResults:
-        if not may_move(suffix):
+        if not any(x.is_cuda for x in suffix.tensors):
             return self.policy.hold(suffix)
         results = OffloadedResults(suffix, self._chain.last)
         self._chain.last = weakref.ref(results)

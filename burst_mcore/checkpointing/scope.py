@@ -10,7 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -57,7 +57,7 @@ class Policy(ABC):
 
     def contexts(
         self,
-    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    ) -> tuple[contextlib.AbstractContextManager[object], contextlib.AbstractContextManager[object]]:
         """Return a `context_fn` for non-reentrant torch.utils.checkpoint, which libraries take as an option.
 
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
@@ -68,19 +68,16 @@ class Policy(ABC):
         return record.forward(), _Again(record)
 
 
-class _Again(contextlib.AbstractContextManager[None]):
+class _Again(contextlib.ExitStack):
     """The context of recomputations, entered once for each backward."""
 
     def __init__(self, record: Record) -> None:
+        super().__init__()
         self._record = record
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
 
-    def __enter__(self) -> None:
-        self._entered.append(self._record.recomputation())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *exception: object) -> bool | None:
-        return self._entered.pop().__exit__(*exception)  # type: ignore[arg-type]
+    def __enter__(self) -> Self:
+        self.enter_context(self._record.recomputation())
+        return self
 
 
 class Record:
@@ -88,6 +85,7 @@ class Record:
 
     def __init__(self, policy: Policy, name: str) -> None:
         self.policy, self.name = policy, name
+        self.keeps = not policy.keeps_nothing
         self.call_ids: list[CallId] = []
         self.held: list[SavedResults | None] = []
 
@@ -95,8 +93,15 @@ class Record:
     def forward(self) -> Iterator[None]:
         """Wrap the forward: record the calls in it, from the first on."""
         self.call_ids, self.held = [], []
-        with recording(_Forward(self)):
+        with recording(self):
             yield
+
+    def share(self, call_id: CallId) -> tuple[float, bool]:
+        return self.policy.share(call_id.bytes)
+
+    def record(self, call_id: CallId, suffix: SavedSuffix) -> None:
+        self.call_ids.append(call_id)
+        self.held.append(self.policy.hold(suffix) if self.keeps else None)
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
@@ -119,23 +124,9 @@ class Record:
                 raise error
 
 
-class _Forward:
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self.keeps = not record.policy.keeps_nothing
-
-    def share(self, call_id: CallId) -> tuple[float, bool]:
-        return self._record.policy.share(call_id.bytes)
-
-    def record(self, call_id: CallId, suffix: SavedSuffix) -> None:
-        self._record.call_ids.append(call_id)
-        self._record.held.append(self._record.policy.hold(suffix) if self.keeps else None)
-
-
 class _Recomputation:
     def __init__(self, record: Record) -> None:
-        self._record = record
-        self.keeps = not record.policy.keeps_nothing
+        self._record, self.keeps = record, record.keeps
         self.calls = 0
 
     def replay(self, call_id: CallId) -> SavedSuffix | None:

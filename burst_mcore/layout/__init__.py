@@ -5,7 +5,7 @@ layout    Layout, the value of a kind with its parameters; shard, unshard, posit
 balance   the query-key pairs of each rank under a mask, and the layout that balances them
 """
 
-from burst_mcore.layout.kinds import KINDS, NAMES, joined
+from burst_mcore.layout.kinds import KINDS, NAMES
 from burst_mcore.layout.layout import Layout, positions, shard, unshard
 
-__all__ = ["KINDS", "NAMES", "Layout", "joined", "positions", "shard", "unshard"]
+__all__ = ["KINDS", "NAMES", "Layout", "positions", "shard", "unshard"]

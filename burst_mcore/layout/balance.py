@@ -29,18 +29,13 @@ LOOKED_AT = 8
 """The number of candidate ranks for a chunk, with the least work."""
 
 
-def keys_per_query(mask: Mask, n: int) -> Tensor:
-    """Return the number of keys that each query sees, int64 [n].
+@lru_cache(maxsize=16)
+def keys_per_query(mask: Mask, n: int, transposed: bool = False) -> Tensor:
+    """Return the number of keys of each query, or of queries of each key (`transposed`), int64 [n].
 
     Raises:
         ValueError: the mask does not fit n tokens.
     """
-    return _per_row(mask, n, transposed=False)
-
-
-@lru_cache(maxsize=16)
-def _per_row(mask: Mask, n: int, transposed: bool) -> Tensor:
-    """Return the number of keys of each query, or of queries of each key (`transposed`), int64 [n]."""
     bands = mask.bands(n)
     if transposed:
         bands = exchanged(bands)
@@ -109,7 +104,7 @@ def pairs_before(
     """
     rank, start, stop, steps = layout.run_table(n, size).unbind(1)
     if (step := int(steps[0])) > 1:  # striped: all runs have this step, and start within the first
-        rows = _per_row(mask, n, transposed)
+        rows = keys_per_query(mask, n, transposed)
         padded = (torch.nn.functional.pad(rows[:cut], (0, -cut % step)) for cut in cuts.tolist())
         return torch.stack([each.view(len(each) // step, step).sum(0)[start] for each in padded])
     sums = _sums(mask, n, transposed)
@@ -120,7 +115,7 @@ def pairs_before(
 @lru_cache(maxsize=4)
 def _sums(mask: Mask, n: int, transposed: bool) -> Tensor:
     """Return the pairs of all rows before each row, and of all rows, int64 [n + 1]."""
-    return torch.cat([torch.zeros(1, dtype=torch.int64), _per_row(mask, n, transposed).cumsum(0)])
+    return torch.cat([torch.zeros(1, dtype=torch.int64), keys_per_query(mask, n, transposed).cumsum(0)])
 
 
 def imbalance(layout: Sharded, mask: Mask, n: int, size: int) -> float:

@@ -6,10 +6,8 @@ a number in the name, a field; names of layouts, checks, pickles, plans and cost
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,22 +16,8 @@ from burst_mcore.words import digest
 
 BY_WORD: dict[str, type[LayoutKind]] = {}
 """All kinds, in the order of this file."""
-AnyRanks = TypeVar("AnyRanks", int, Tensor)
-"""A rank, or all of them, int64 [ranks, 1]."""
 Runs = tuple[range, ...]
 """Ranges of global positions, in ascending order, which is the order in which a rank stores its tokens."""
-
-
-def joined(runs: Iterable[range]) -> Runs:
-    """Join neighbouring runs."""
-    first, *others = runs
-    whole = [first]
-    for run in others:
-        if run.start == whole[-1].stop:
-            whole[-1] = range(whole[-1].start, run.stop)
-        else:
-            whole.append(run)
-    return tuple(whole)
 
 
 def joined_table(ranks: Tensor, start: Tensor, stop: Tensor) -> Tensor:
@@ -79,10 +63,8 @@ class LayoutKind:
         if not self.number:
             return
         value = getattr(self, self.number)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{self.number} of a layout must be a number, got {value!r}")
-        if value < 1:
-            raise ValueError(f"layout {self.word} needs {self.number} >= 1, as in {self.word}:64")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"layout {self.word} needs {self.number} >= 1, as {self.word}:64, got {value!r}")
 
     def __str__(self) -> str:
         return f"{self.word}:{getattr(self, self.number)}" if self.number else self.word
@@ -99,49 +81,31 @@ class LayoutKind:
         """Return the divisor of padded sequence lengths."""
         raise NotImplementedError
 
-    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
-        """Return the global positions of a rank, ascending: disjoint ranges of one step."""
-        raise NotImplementedError
-
-    def run_table(self, n: int, size: int) -> Tensor:
-        """Return the runs of all ranks, int64 [runs, 4]: rank, start, stop, step; by rank, then by start."""
-        rows = [(rank, run) for rank in range(size) for run in self.runs(n, rank, size)]
-        return torch.tensor([[rank, run.start, run.stop, run.step] for rank, run in rows])
-
     def chunk_table(self, n: int, size: int) -> Tensor | None:
         """Return the equal chunks of each rank, int64 [size, chunks of a rank]; None: no equal chunks."""
         return None
 
-    def edges(self, n: int, size: int) -> Tensor:
-        """Return the ascending edges of the layout's pieces, int64 [edges], from 0."""
-        return torch.arange(0, n, n // self.divisor(size))
-
-
-class Chunked(LayoutKind):
-    """A kind with equal chunks of the sequence."""
-
-    def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
-        """Return the ascending numbers of a rank's chunks."""
-        raise NotImplementedError
-
-    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
-        chunks = self.chunks_of(n, rank, size)
-        length = n // size // len(chunks)
-        return [range(chunk * length, (chunk + 1) * length) for chunk in chunks]
-
     def run_table(self, n: int, size: int) -> Tensor:
+        """Return the runs of all ranks, int64 [runs, 4]: rank, start, stop, step; by rank, then by start.
+
+        The runs of a rank are disjoint, and all have one step. Override if there are no equal chunks.
+        """
         chunks = self.chunk_table(n, size)
         assert chunks is not None
         length = n // chunks.numel()
         start = chunks.sort(1).values * length
         return joined_table(torch.arange(size)[:, None].expand_as(start), start, start + length)
 
+    def edges(self, n: int, size: int) -> Tensor:
+        """Return the ascending edges of the layout's pieces, int64 [edges], from 0."""
+        return torch.arange(0, n, n // self.divisor(size))
 
-class Periodic(Chunked):
+
+class Periodic(LayoutKind):
     """A kind with equal periods of the sequence, all sharded alike."""
 
-    def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
-        """Return a rank's chunks of a period, ascending; all ranks have equally many."""
+    def places(self, rank: Tensor, size: int) -> tuple[Tensor, ...]:
+        """Return the chunks of a period on each rank [ranks, 1], ascending; all ranks have equally many."""
         raise NotImplementedError
 
     def periods(self, n: int) -> int:
@@ -149,12 +113,7 @@ class Periodic(Chunked):
         return 1
 
     def divisor(self, size: int) -> int:
-        return self.periods(0) * size * len(self.places(0, size))
-
-    def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
-        places = self.places(rank, size)
-        chunks = size * len(places)
-        return [first + place for first in range(0, self.periods(n) * chunks, chunks) for place in places]
+        return self.periods(0) * size * len(self.places(torch.tensor(0), size))
 
     def chunk_table(self, n: int, size: int) -> Tensor | None:
         places = torch.cat(self.places(torch.arange(size)[:, None], size), 1)
@@ -167,7 +126,7 @@ class Contiguous(Periodic):
 
     word = written = "contiguous"
 
-    def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
+    def places(self, rank: Tensor, size: int) -> tuple[Tensor, ...]:
         return (rank,)
 
 
@@ -180,7 +139,7 @@ class Zigzag(Periodic):
 
     word = written = "zigzag"
 
-    def places(self, rank: AnyRanks, size: int) -> tuple[AnyRanks, ...]:
+    def places(self, rank: Tensor, size: int) -> tuple[Tensor, ...]:
         return (rank, 2 * size - 1 - rank)
 
 
@@ -193,8 +152,9 @@ class Striped(LayoutKind):
     def divisor(self, size: int) -> int:
         return size
 
-    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
-        return [range(rank, n, size)]
+    def run_table(self, n: int, size: int) -> Tensor:
+        ranks = torch.arange(size)
+        return torch.stack([ranks, ranks, torch.full_like(ranks, n), torch.full_like(ranks, size)], 1)
 
 
 @dataclass(frozen=True)
@@ -224,10 +184,7 @@ class BlockStriped(Contiguous):
 
     def check(self, size: int) -> None:
         if self.block % size:
-            raise ValueError(
-                f"layout {self} shards each block over the {size} ranks: the block must be a multiple of "
-                f"{size}"
-            )
+            raise ValueError(f"layout {self} over {size} ranks: the block must be a multiple of {size}")
 
     def periods(self, n: int) -> int:
         return n // self.block
@@ -240,7 +197,7 @@ class BlockStriped(Contiguous):
 
 
 @dataclass(frozen=True)
-class Chunks(Chunked):
+class Chunks(LayoutKind):
     """The sequence is cut into equal chunks; rank r holds `chunks[r]`: see `Layout.for_mask`."""
 
     word = "chunks"
@@ -259,9 +216,6 @@ class Chunks(Chunked):
 
     def divisor(self, size: int) -> int:
         return size * len(self.chunks[0])
-
-    def chunks_of(self, n: int, rank: int, size: int) -> Sequence[int]:
-        return self.chunks[rank]
 
     def chunk_table(self, n: int, size: int) -> Tensor | None:
         return torch.tensor(self.chunks)
@@ -291,22 +245,11 @@ class ZigzagDocuments(LayoutKind):
 
     def check(self, size: int) -> None:
         if size > 1 and (illegal := [end for end in self.ends if end % (2 * size)]):
-            raise ValueError(
-                f"layout zigzag-documents over {size} ranks needs documents of multiples of {2 * size} "
-                f"tokens; one ends at {illegal[0]}"
-            )
+            legal = f"documents of multiples of {2 * size} tokens"
+            raise ValueError(f"layout {self.word} over {size} ranks needs {legal}; one ends at {illegal[0]}")
 
     def divisor(self, size: int) -> int:
         return self.length
-
-    def runs(self, n: int, rank: int, size: int) -> Iterable[range]:
-        return [
-            range(start + chunk * length, start + (chunk + 1) * length)
-            for start, stop in pairwise(self.ends)
-            for length in [(stop - start) // (2 * size)]
-            for chunk in (rank, 2 * size - 1 - rank)
-            if length
-        ]
 
     def run_table(self, n: int, size: int) -> Tensor:
         ranks, ends = torch.arange(size)[:, None], torch.tensor(self.ends)

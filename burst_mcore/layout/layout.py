@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.layout.balance import layout_for
-from burst_mcore.layout.kinds import DEFAULTS, NAMES, LayoutKind, Runs, joined, kind_from, kind_of
+from burst_mcore.layout.kinds import DEFAULTS, NAMES, LayoutKind, Runs, kind_from, kind_of
 from burst_mcore.mask import Mask
 
 
@@ -131,8 +131,7 @@ class Layout:
         """
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"rank must be in [0, size) with size >= 1, got rank {rank} of size {size}")
-        n = self.padded(n, size)
-        return (range(n),) if size == 1 else joined(self.rule.runs(n, rank, size))
+        return _runs(self, n, rank, size)
 
     def run_table(self, n: int, size: int) -> Tensor:
         """Return the runs of all ranks, int64 [runs, 4]: rank, start, stop, step; by rank and start.
@@ -165,6 +164,12 @@ class Layout:
 def _divisor(layout: Layout, size: int) -> int:
     layout.rule.check(size)
     return layout.rule.length or (1 if size == 1 else layout.rule.divisor(size))
+
+
+@lru_cache(maxsize=1024)
+def _runs(layout: Layout, n: int, rank: int, size: int) -> Runs:
+    table = layout.run_table(n, size)
+    return tuple(range(*run) for run in table[table[:, 0] == rank, 1:].tolist())
 
 
 def positions(n: int, *, rank: int, size: int, layout: Layout | str = "zigzag") -> Tensor:
@@ -207,10 +212,8 @@ def unshard(parts: Sequence[Tensor], dim: int, *, layout: Layout | str = "zigzag
     if len(others) != 1 or not all(shape[dim:] for shape in shapes):
         raise ValueError(f"unshard needs one part per rank, of one shape but for dim {dim}, got {shapes}")
     size, lengths = len(parts), [part.shape[dim] for part in parts]
-    sharded = [positions(sum(lengths), rank=r, size=size, layout=layout) for r in range(size)]
+    n = sum(lengths)
+    sharded = [positions(n, rank=r, size=size, layout=layout) for r in range(size)]
     if lengths != (legal := [len(tokens) for tokens in sharded]):
-        raise ValueError(
-            f"layout {Layout.of(layout)} shards {sum(lengths)} tokens over {size} ranks as {legal}, got "
-            f"{lengths}"
-        )
+        raise ValueError(f"layout {layout} shards {n} tokens over {size} ranks as {legal}, got {lengths}")
     return torch.cat(parts, dim=dim).index_select(dim, torch.cat(sharded).argsort().to(parts[0].device))

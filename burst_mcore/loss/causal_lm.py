@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NoReturn, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from burst_mcore.loss.deferred import DeferredLogits
 from burst_mcore.loss.function import fused_linear_cross_entropy
+from burst_mcore.wrap import while_set
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
@@ -84,15 +85,8 @@ def unpatch_causal_lm(model: AnyModel) -> AnyModel:
 def unpatched(model: nn.Module) -> Iterator[None]:
     """Suspend the patch of a model: within, its forward computes its logits and its own loss."""
     patched = patch_of(model)
-    if patched is None:
+    with while_set(patched[1], paused=True) if patched else nullcontext():
         yield
-        return
-    _, patch = patched
-    previous, patch.paused = patch.paused, True
-    try:
-        yield
-    finally:
-        patch.paused = previous
 
 
 def head_of(model: nn.Module) -> nn.Linear:
@@ -177,7 +171,9 @@ class StandIn:
 
     def loss(self, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
         """Return the loss, computed within the head's forward, with positional tensors for its hooks."""
-        self._check(labels)
+        if self.shift_labels is not None:  # a model without support shifts them again, or ignores them
+            if not torch.equal(self.shift_labels.to(labels).flatten(), labels.flatten()):
+                self.refuse("does not take shift_labels as they are for")
         self.asked += 1
         compute = self.compute or fused_linear_cross_entropy
         options |= self.options
@@ -209,13 +205,6 @@ class StandIn:
         elif placements is not None or weight.shape != (self.columns, self.head.in_features):
             self.refuse("has spread the vocabulary over ranks, not for the loss to see, of")
         return weight, bias, group
-
-    def _check(self, labels: Tensor) -> None:
-        """Raise for a model without support for shift_labels: it would shift them again, or ignore them."""
-        if self.shift_labels is None:
-            return
-        if not torch.equal(self.shift_labels.to(labels).flatten(), labels.flatten()):
-            self.refuse("does not take shift_labels as they are for")
 
     def refuse(self, use: str) -> NoReturn:
         raise TypeError(

@@ -80,22 +80,6 @@ class Needs(NamedTuple):
         return self.hidden or self.weight or self.bias
 
 
-class LossPass(NamedTuple):
-    """The results of forward, by token in order; None for results that were not requested."""
-
-    losses: Tensor
-    """[tokens], 0 where the label is ignored."""
-    hidden: Tensor | None
-    """[tokens, d]: m_i u_i, with u_i = dl_i/dh_i and m_i the mantissa of token i's weight: rounded to 16 bits
-    only once. If ranks share the vocabulary, this rank's summand, in at least float32."""
-    weight: Tensor | None
-    """sum_i w_i dl_i/dW [v, d]."""
-    bias: Tensor | None
-    """sum_i w_i dl_i/db [v]."""
-    metrics: Tensor | None
-    """[3, tokens]: the label's log-probability, entropy, whether the label has the maximum; 0 if ignored."""
-
-
 class Weights(NamedTuple):
     """Weights as mantissa * power, so that each factor of dlogits^T hidden is rounded once.
 
@@ -146,10 +130,13 @@ def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int
     return whole if whole < tokens else even
 
 
-def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, needs: Needs) -> LossPass:
-    """Return losses of all tokens, and the requested gradients.
+def forward(
+    hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, needs: Needs
+) -> tuple[Tensor, Tensor | None, Gradients]:
+    """Return losses [tokens], metrics [3, tokens] if requested, and the requested gradients.
 
-    Chunks have only valid tokens: tokens with ignored labels are not computed.
+    Metrics: the label's log-probability, entropy, whether the label has the maximum. Chunks have only valid
+    tokens: tokens with ignored labels are not computed, and all their numbers are 0.
 
     Args:
         hidden: [tokens, d].
@@ -166,20 +153,17 @@ def forward(hidden: Tensor, labels: Tensor, weights: Tensor | None, head: Head, 
     token_losses = torch.zeros(tokens, dtype=full, device=hidden.device)
     metrics = torch.zeros((3, tokens), dtype=full, device=hidden.device) if needs.metrics else None
     gradients = Gradients(hidden, head, needs)
+    scale = torch.ones_like(token_losses) if split is None else split.mantissa
     for rows in head.chunks(valid):
-        scale = None
-        if needs.any_gradient:
-            scale = valid[rows].to(full)
-            scale = scale if split is None else scale * split.mantissa[rows]
-        statistics = chunk.run(hidden[rows], columns[rows], scale, needs.metrics)
-        token_losses[rows] = losses(statistics, head.terms, vocabulary.size).where(valid[rows], 0.0)
+        of_chunk = scale[rows] if needs.any_gradient else None
+        statistics = chunk.run(hidden[rows], columns[rows], of_chunk, needs.metrics)
+        token_losses[rows] = losses(statistics, head.terms, vocabulary.size)
         if metrics is not None:
-            z, valid_tokens = statistics[LABEL], valid[rows]
-            metrics[0, rows] = (z - statistics[LSE]).where(valid_tokens, 0.0)
-            metrics[1, rows] = statistics[ENTROPY].where(valid_tokens, 0.0)
-            metrics[2, rows] = (z >= statistics[LARGEST]).logical_and(valid_tokens).to(full)
+            z = statistics[LABEL]
+            correct = (z >= statistics[LARGEST]).to(full)
+            metrics[:, rows] = torch.stack([z - statistics[LSE], statistics[ENTROPY], correct])
         gradients.add(chunk, rows, None if split is None else split.power[rows])
-    return LossPass(token_losses, gradients.hidden, gradients.weight, gradients.bias, metrics)
+    return token_losses, metrics, gradients
 
 
 class Gradients:
@@ -187,8 +171,12 @@ class Gradients:
 
     def __init__(self, hidden: Tensor, head: Head, needs: Needs) -> None:
         self.hidden: Tensor | None = None
+        """[tokens, d]: m_i u_i, with u_i = dl_i/dh_i and m_i the mantissa of token i's weight: rounded to 16
+        bits only once. If ranks share the vocabulary, this rank's summand, in at least float32."""
         self.weight: Tensor | None = None
+        """sum_i w_i dl_i/dW [v, d]."""
         self.bias: Tensor | None = None
+        """sum_i w_i dl_i/db [v]."""
         full = wide(hidden.dtype)
         if needs.hidden:  # summands of ranks are rounded once, after the sum
             dtype = hidden.dtype if head.vocabulary.group is None else full
@@ -237,11 +225,10 @@ def repair(
     # Python number CUDA multiplies by its inverse.
     missing = missing / torch.full_like(missing[:1], alpha)
     columns = head.vocabulary.columns(labels, head.ignore_index)
-    valid = (labels != head.ignore_index).to(missing.dtype)
     chunk = LogitsChunk(head, gradients=True)
     split = Weights.of(missing)
-    for rows in head.chunks(valid):
-        chunk.run(hidden[rows], columns[rows], valid[rows] * split.mantissa[rows], False)
+    for rows in head.chunks(labels != head.ignore_index):
+        chunk.run(hidden[rows], columns[rows], split.mantissa[rows], False)
         chunk.add_to(d_weight, d_bias, split.power[rows], alpha=alpha)
 
 

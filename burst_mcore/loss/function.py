@@ -145,28 +145,27 @@ class _FusedLoss(torch.autograd.Function):
         flat, y = _tokens_of(hidden, call), labels.reshape(-1).long()
         unit, w = _over_a_power_of_two(weights, y != call.ignore_index, wide(hidden.dtype))
         head = call.head(weight, bias, call.valid_tokens)
-        results = losses_and_gradients(flat, y, w, head, Needs(of_hidden, of_weight, of_bias, call.metrics))
-        loss, share = _reduced(results.losses, y, w, unit, call)
-        d_hidden = results.hidden
+        needs = Needs(of_hidden, of_weight, of_bias, call.metrics)
+        losses, metrics, gradients = losses_and_gradients(flat, y, w, head, needs)
+        loss, share = _reduced(losses, y, w, unit, call)
+        d_hidden = gradients.hidden
         if d_hidden is not None:
             d_hidden = call.vocabulary.summed(d_hidden, call.sequence_parallel).to(hidden.dtype)
         ctx.call, ctx.main_grad = call, main_grad
         ctx.save_for_backward(
             hidden if call.reduction == "none" and (of_weight or of_bias) else None,
-            weight, bias, y, w, share, d_hidden, results.weight, results.bias,
+            weight, bias, y, w, share, d_hidden, gradients.weight, gradients.bias,
         )  # fmt: skip
         ctx.shape = hidden.shape
-        metrics = () if results.metrics is None else results.metrics.view(3, *labels.shape).unbind()
-        ctx.mark_non_differentiable(*metrics)
+        of_tokens = () if metrics is None else metrics.view(3, *labels.shape).unbind()
+        ctx.mark_non_differentiable(*of_tokens)
         ctx.set_materialize_grads(False)
-        return (loss.view(labels.shape) if call.reduction == "none" else loss, *metrics)
+        return (loss.view(labels.shape) if call.reduction == "none" else loss, *of_tokens)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fused_linear_cross_entropy has no second derivative: call backward without create_graph"
-            )
+            raise RuntimeError("the fused loss has no second derivative: call backward without create_graph")
         if upstream is None:
             return (None,) * 7
         hidden, weight, bias, y, w, share, d_hidden, d_weight, d_bias = ctx.saved_tensors

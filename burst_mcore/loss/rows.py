@@ -56,9 +56,13 @@ def logits_to_gradients(
         Statistics [5, tokens] over the whole vocabulary, and the labels' columns of the gradient [tokens] (0
         for another rank's columns), both in at least float32.
     """
+    if logits.shape[1] == 0:  # a small vocabulary has fewer parts than ranks
+        table = torch.zeros((5, len(logits)), dtype=wide(logits.dtype), device=logits.device)
+        table[[LSE, LARGEST]] = -torch.inf
+        return vocabulary.whole(table), None if scale is None else torch.zeros_like(scale)
     is_local, y = labels >= 0, labels.clamp(min=0)
-    z_label = _taken(logits, is_local, y) if label_logits is None else label_logits
-    z_label = scaled(z_label.clone(), terms).where(is_local, LOW)
+    z_label = logits.gather(1, y[:, None])[:, 0] if label_logits is None else label_logits.clone()
+    z_label = scaled(z_label.to(wide(logits.dtype)), terms).where(is_local, LOW)
     work = _Blocks(logits, labels, out, terms, vocabulary.size)
     statistics = work.statistics(metrics, scale if vocabulary.group is None else None, z_label)
     statistics = vocabulary.whole(statistics)
@@ -67,17 +71,10 @@ def logits_to_gradients(
     if vocabulary.group is not None:
         work.gradients(statistics[LSE], scale)
     columns = _columns(z_label, statistics[LSE], scale, terms, vocabulary.size).where(is_local, 0.0)
-    if label_logits is None and out.shape[1]:
+    if label_logits is None:
         rows = is_local.nonzero()[:, 0]
         out[rows, y[rows]] = columns[rows].to(out.dtype)
     return statistics, columns
-
-
-def _taken(logits: Tensor, is_local: Tensor, y: Tensor) -> Tensor:
-    full = wide(logits.dtype)
-    if logits.shape[1] == 0:
-        return logits.new_zeros(len(logits), dtype=full)
-    return logits.gather(1, y[:, None])[:, 0].to(full).where(is_local, 0.0)
 
 
 def scaled(x: Tensor, terms: Terms) -> Tensor:
@@ -112,7 +109,7 @@ class _Blocks:
         self._memory: list[Tensor | None] = [None, None]
         self._rest = torch.empty(len(logits), dtype=self._full, device=logits.device)
         """[tokens]: logsumexp of these columns without the labels'."""
-        if terms.softcap is None and logits.shape[1]:
+        if terms.softcap is None:
             rows = (labels >= 0).nonzero()[:, 0]
             logits[rows, labels[rows]] = LOW
 
@@ -121,19 +118,17 @@ class _Blocks:
 
         With `scale` the columns must be the whole vocabulary.
         """
-        tokens, columns = self._logits.shape
-        table = torch.zeros((5, tokens), dtype=self._full, device=self._logits.device)
+        table = torch.zeros((5, len(self._logits)), dtype=self._full, device=self._logits.device)
         is_local = self._labels >= 0
         table[LABEL] = z_label.where(is_local, 0.0)
-        if columns == 0:
-            table[[LSE, LARGEST]] = -torch.inf
-            return table
         used_again = metrics or self._terms.softcap is not None  # z is read after p
         for rows in self._blocks():
             z = self._z(rows)
             largest = z.amax(1)
             if self._terms.label_smoothing:
-                table[TOTAL, rows] = self._sum(rows) + table[LABEL, rows]
+                self._to_labels(z, rows, 0.0)
+                table[TOTAL, rows] = z.sum(1) + table[LABEL, rows]
+                self._to_labels(z, rows, LOW)
             in_place = not used_again and (scale is not None or z.dtype != self._logits.dtype)
             p = torch.softmax(z, 1, out=z if in_place else self._take(1, z))  # one pass, in cache
             rest = largest - p.amax(1).log()
@@ -153,8 +148,6 @@ class _Blocks:
 
     def gradients(self, lse: Tensor, scale: Tensor) -> None:
         """Write all but the labels' columns of the gradient, from lse over the whole vocabulary."""
-        if self._logits.shape[1] == 0:
-            return
         for rows in self._blocks():
             z = self._z(rows)
             to = z if self._terms.softcap is None else self._take(1, z)
@@ -191,13 +184,6 @@ class _Blocks:
         if terms.softcap is not None:
             self._to_labels(z, rows, LOW)
         return z
-
-    def _sum(self, rows: slice) -> Tensor:
-        """Return the sums [rows] of z without the labels'."""
-        z = self._take(1, self._logits[rows]).copy_(self._logits[rows])
-        z = scaled(z, self._terms)
-        self._to_labels(z, rows, 0.0)
-        return z.sum(1)
 
     def _to_labels(self, block: Tensor, rows: slice, value: float) -> None:
         labelled = (self._labels[rows] >= 0).nonzero()[:, 0]

@@ -83,10 +83,7 @@ class Mask:
         bounds = [None if value == -1 else value for value in (left, right)]
         for name, value in zip(("left", "right"), bounds, strict=True):
             if value is not None and (not is_int(value) or value < 0):
-                raise ValueError(
-                    f"window {name} must be a number of tokens >= 0, or None (or -1) for unbounded, got "
-                    f"{value!r}"
-                )
+                raise ValueError(f"window {name} must be a number of tokens >= 0, or None, got {value!r}")
         left, right = (None if value is None else int(value) for value in bounds)
         return cls() if left is right is None else cls((Window(left, right),))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from burst_mcore.mask.bands import UNBOUNDED, disjoint, everything, tightened
-from burst_mcore.words import digest
+from burst_mcore.words import brief, digest
 
 
 class Term:
@@ -98,10 +98,7 @@ class Documents(Term):
 
     def check(self, n: int) -> None:
         if int(self.ends[-1]) != n:
-            raise ValueError(
-                f"the documents of the mask end at {int(self.ends[-1])} (the last of cu_seqlens), but the "
-                f"sequence has {n} tokens"
-            )
+            raise ValueError(f"the documents of the mask end at {self.ends[-1]}, the sequence has {n} tokens")
 
     def bands(self, n: int) -> Tensor:
         first, last = self.ends[:-1], self.ends[1:]
@@ -128,10 +125,8 @@ class Blocks(Term):
     def check(self, n: int) -> None:
         needed = -(-n // self.size)
         if tuple(self.matrix.shape) != (needed, needed):
-            raise ValueError(
-                f"a block matrix over {n} tokens in blocks of {self.size} must be [{needed}, {needed}], got "
-                f"{list(self.matrix.shape)}"
-            )
+            blocks = f"a block matrix over {n} tokens in blocks of {self.size}"
+            raise ValueError(f"{blocks} must be [{needed}, {needed}], got {list(self.matrix.shape)}")
 
     def bands(self, n: int) -> Tensor:
         edge = torch.zeros(len(self.matrix), 1, dtype=torch.int8)
@@ -162,10 +157,8 @@ class Ranges(Term):
     def check(self, n: int) -> None:
         for row in (self.ranges[:, 1::2] > n).any(1).nonzero().flatten().tolist()[:1]:
             q0, q1, k0, k1 = self.ranges[row].tolist()
-            raise ValueError(
-                f"slice {row} of the mask, queries [{q0}, {q1}) x keys [{k0}, {k1}), goes beyond the "
-                f"sequence of {n} tokens"
-            )
+            pairs = f"queries [{q0}, {q1}) x keys [{k0}, {k1})"
+            raise ValueError(f"slice {row} of the mask, {pairs}, goes beyond the sequence of {n} tokens")
 
     def bands(self, n: int) -> Tensor:
         return disjoint(self.slices)
@@ -236,10 +229,7 @@ class Tree(Term):
 
     def check(self, n: int) -> None:
         if int(self.ends[-1]) != n:
-            raise ValueError(
-                f"the lengths of the tree's nodes add up to {int(self.ends[-1])}, but the sequence has {n} "
-                f"tokens"
-            )
+            raise ValueError(f"the tree's nodes add up to {self.ends[-1]}, but the sequence has {n} tokens")
 
     def bands(self, n: int) -> Tensor:
         """A band for each node and interval of its descendants: in depth-first order one band a node."""
@@ -284,18 +274,12 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor) -> Documents:
     """Return the term of cu_seqlens, without empty documents. Raises ValueError if they are not legal."""
     ends = integers("cu_seqlens", cu_seqlens)
     if ends.dim() != 1 or len(ends) < 2 or int(ends[0]) != 0:
-        raise ValueError(
-            f"cu_seqlens must be a list of integers that begins with 0 and ends with the sequence's length, "
-            f"got {short(ends)}"
-        )
+        raise ValueError(f"cu_seqlens must be [0, ..., the sequence's length], got {brief(ends.tolist())}")
     for place in (ends.diff() < 0).nonzero().flatten().tolist()[:1]:
-        raise ValueError(
-            f"cu_seqlens must not descend, got {int(ends[place])}, {int(ends[place + 1])} at places {place}, "
-            f"{place + 1}"
-        )
+        raise ValueError(f"cu_seqlens must not descend, got {ends[place : place + 2].tolist()} at {place}")
     ends = ends.unique_consecutive()  # empty documents
     if len(ends) < 2:
-        raise ValueError(f"cu_seqlens must hold at least one token, got {short(ends)}")
+        raise ValueError(f"cu_seqlens must hold at least one token, got {brief(ends.tolist())}")
     return Documents(digest(ends), ends)
 
 
@@ -315,14 +299,11 @@ def tree_of(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) ->
     above, tokens = integers("parents", parents), integers("lengths", lengths)
     if above.dim() != 1 or above.shape != tokens.shape or not len(above):
         raise ValueError(
-            f"parents and lengths must be lists with a number for each node, got {short(above)} and "
-            f"{short(tokens)}"
+            f"parents and lengths must be lists with a number for each node, got "
+            f"{brief(above.tolist())} and {brief(tokens.tolist())}"
         )
     for node in ((above < -1) | (above >= torch.arange(len(above)))).nonzero().flatten().tolist()[:1]:
-        raise ValueError(
-            f"the parent of node {node} must be a node before it, or -1 for a root, got {int(above[node])}: "
-            f"parents come before their children"
-        )
+        raise ValueError(f"parent of node {node} must be a node before it, or -1 (a root), got {above[node]}")
     for node in (tokens < 0).nonzero().flatten().tolist()[:1]:
         raise ValueError(f"lengths must be numbers of tokens >= 0, got {int(tokens[node])} for node {node}")
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])
@@ -334,7 +315,7 @@ def pairs_of(name: str, ranges: Sequence[Sequence[int]] | Tensor) -> list[list[i
     table = integers(name, ranges)
     table = table.reshape(0, 2) if table.shape == (0,) else table
     if table.dim() != 2 or table.shape[1] != 2:
-        raise ValueError(f"{name} must be a list of (start, stop), got {short(table)}")
+        raise ValueError(f"{name} must be a list of (start, stop), got {brief(table.tolist())}")
     for start, stop in table.tolist():
         if not 0 <= start <= stop:
             raise ValueError(f"{name} must hold ranges 0 <= start <= stop, got ({start}, {stop})")
@@ -358,12 +339,6 @@ def tensor_of(legal: str, values: object, **options: Any) -> Tensor:
             return torch.as_tensor(values, **options).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{legal} ({error})") from None
-
-
-def short(x: Tensor) -> str:
-    """Return the first entries of a tensor, for an error message."""
-    words = str(x.tolist())
-    return words if len(words) < 80 else f"{words[:76]} ..."
 
 
 def is_int(value: object) -> bool:

@@ -79,12 +79,10 @@ def convolution(
 
 
 def _check(tensors: Tensors, dim: int, shards: Shards, name: str) -> None:
-    rank, size = shards.topology.rank, shards.topology.size
-    padded, n = shards.layout.runs(shards.tokens, rank, size), shards.tokens
-    tokens = sum(len(range(run.start, min(run.stop, n), run.step)) for run in padded)
+    tokens = sum(len(each.fragment.rows) for each in shards.own)
     shapes = [tuple(x.shape) for x in tensors if x.shape[dim] != tokens]
     if shapes:
         raise ValueError(
-            f"{name}: layout {shards.layout} shards rank {rank} {tokens} of {shards.tokens} "
+            f"{name}: layout {shards.layout} shards rank {shards.topology.rank} {tokens} of {shards.tokens} "
             f"tokens, along dimension {dim}, got tensors {shapes}"
         )

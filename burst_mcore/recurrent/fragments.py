@@ -34,14 +34,6 @@ class Fragment(NamedTuple):
         return f"{'[' if self.begins else '('}{self.start}:{self.stop}{']' if self.ends else ')'}@{self.rank}"
 
 
-def documents(tokens: int, ends: Ends) -> Ends:
-    """Return cu_seqlens of the documents; () is one document. Raises ValueError if they end elsewhere."""
-    ends = ends or (0, tokens)
-    if ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in pairwise(ends)):
-        raise ValueError(f"documents must ascend from 0 to the {tokens} tokens of the sequence, got {ends}")
-    return ends
-
-
 Chain = tuple[Fragment, ...]
 """The fragments of one document, in the order of tokens."""
 
@@ -59,7 +51,9 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
         ValueError: the layout shards neighbouring tokens to different ranks, or the documents do not end with
             the sequence.
     """
-    ends = documents(tokens, ends)
+    ends = ends or (0, tokens)
+    if ends[0] != 0 or ends[-1] != tokens or any(b < a for a, b in pairwise(ends)):
+        raise ValueError(f"documents must ascend from 0 to the {tokens} tokens of the sequence, got {ends}")
     runs: list[list[int]] = layout.run_table(tokens, size).tolist()
     if any(step > 1 for *_, step in runs):
         raise ValueError(

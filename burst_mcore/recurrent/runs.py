@@ -74,42 +74,23 @@ class Runs:
 
         The last fragments run after `Passed`, whose backward needs the gradients of the states before them.
         """
-        inputs = SavedInputs()
-        before = self._from_states(states, starts, inputs)
-        results = self._passed(outs, before, states, maps, starts, inputs)
-        if not self.shards.own:
-            return results[0].clone()  # not a view, so that callers may write to it
-        outputs = dict(zip((*self.middle, *self.end, *self.begin), results, strict=True))
-        outputs |= {each: self._run(each, outputs[each].clone())[0] for each in self.end}
-        return torch.cat([outputs[each] for each in self.shards.own], self.kernel.dim)
-
-    def _from_states(self, states: States, starts: dict[Own, Tensor], inputs: SavedInputs) -> list[Tensor]:
-        """Compute the middle fragments, and return the states before them.
-
-        Adding a zero that requires a gradient lets backward compute the gradients of these states.
-        """
+        # A zero that requires a gradient lets backward compute the gradients of the states before the middle.
         zero = self.like.new_zeros((), dtype=states.dtype, requires_grad=states.gradients)
         before = [starts[each] + zero for each in self.middle]
+        inputs = SavedInputs()
         with saved_tensors_hooks(inputs.pack, lambda box: box.tensor):
             self.ran |= {each: self._run(each, x) for each, x in zip(self.middle, before, strict=True)}
-        return before
-
-    def _passed(
-        self,
-        outs: list[Tensor],
-        before: list[Tensor],
-        states: States,
-        maps: dict[Own, Map],
-        starts: dict[Own, Tensor],
-        inputs: SavedInputs,
-    ) -> tuple[Tensor, ...]:
-        """Return outputs of the middle, states before last fragments, and outputs from zero, by `Passed`."""
         results = *(self.ran[each][0] for each in self.middle), *(starts[each] for each in self.end), *outs
         behind = [self.ran[each][1] for each in (*self.middle, *self.continued)]
-        decays = [maps[each].decay for each in self.middle]
         of = self.shards, states, inputs, self.continued, self.middle, self.end
+        decays = [maps[each].decay for each in self.middle]
         tensors = *results, *before, *behind, *self.roots
-        return Passed.apply(of, decays, len(results), *tensors)  # type: ignore[no-any-return, no-untyped-call]
+        passed: tuple[Tensor, ...] = Passed.apply(of, decays, len(results), *tensors)  # type: ignore[no-untyped-call]
+        if not self.shards.own:
+            return passed[0].clone()  # not a view, so that callers may write to it
+        outputs = dict(zip((*self.middle, *self.end, *self.begin), passed, strict=True))
+        outputs |= {each: self._run(each, outputs[each].clone())[0] for each in self.end}
+        return torch.cat([outputs[each] for each in self.shards.own], self.kernel.dim)
 
     def _run(self, each: Own, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return a fragment's outputs and its last state, A S + B of the initial state S."""

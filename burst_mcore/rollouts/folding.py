@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from burst_mcore.mask import Mask
-from burst_mcore.mask.terms import integers, short, tensor_of
+from burst_mcore.mask.terms import integers, tensor_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS
+from burst_mcore.words import brief
 
 Numbers = Sequence[float] | Tensor
 
@@ -155,6 +156,7 @@ def _numbers(name: str, rows: list[Tensor], every: Sequence[Any] | Tensor | None
     for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
         values = tensor_of(f"{name} of rollout {i} must be numbers", entry, dtype=torch.float32)
         if values.shape not in ((), row.shape) or not bool(values.isfinite().all()):
-            raise ValueError(f"{name} of rollout {i} are 1 or {len(row)} finite numbers, got {short(values)}")
+            came = brief(values.tolist())
+            raise ValueError(f"{name} of rollout {i} are 1 or {len(row)} finite numbers, got {came}")
         numbers.append(values.expand(row.shape))
     return numbers

@@ -15,7 +15,7 @@ from torch import Tensor, tensor
 
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import tightened
-from burst_mcore.mask.terms import Ranges, Term, Window, integers, is_int
+from burst_mcore.mask.terms import Ranges, Term, Window, integers
 from burst_mcore.words import digest
 
 
@@ -53,8 +53,6 @@ def depths(tree: Sequence[int] | Tensor) -> Tensor:
 
 def padded(tree: Tensor, more: int) -> Tensor:
     """Return the tree with `more` tokens of padding at the end, a root of their own."""
-    if not is_int(more) or more < 0:
-        raise ValueError(f"padding of a tree is a number of tokens >= 0, got {more!r}")
     parents, lengths = nodes_of(tree)
     return torch.cat([parents, tensor([-1]), lengths, tensor([more])]) if more else tree
 

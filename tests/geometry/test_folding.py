@@ -220,7 +220,7 @@ def test_what_unfolds_has_numbers_of_every_token_where_asked():
         (lambda: tree_mask([-1, 2.0]), "a tree must be integers, got torch.float32"),
         (lambda: tree_mask(None), "a tree must be integers .*NoneType"),
         (lambda: depths(torch.tensor([1, 0, 3, 3])), "parent of node 0"),
-        (lambda: padded(TWO, -1), "padding of a tree is a number of tokens >= 0, got -1"),
+        (lambda: tree_mask(padded(TWO, -1)), "lengths must be numbers of tokens >= 0, got -1 for node"),
         (lambda: tree_mask(TWO, "causal"), r"Mask.causal\(\) or Mask.window\(\), got causal"),
         (
             lambda: tree_mask(TWO, Mask.window(3, 0) & Mask.documents([0, 2, 6])),

@@ -10,7 +10,7 @@ from masks import brute, random_mask, random_union, randoms
 
 from burst_mcore import Layout, Mask
 from burst_mcore.layout import positions
-from burst_mcore.layout.balance import _per_row, imbalance, keys_per_query, work
+from burst_mcore.layout.balance import imbalance, keys_per_query, work
 from burst_mcore.mask import SLICES
 from burst_mcore.rollouts import tree_mask
 from burst_plan.simulate.cost import allowed_pairs
@@ -50,7 +50,7 @@ def test_work_is_counted(draw, n):
     mask = random_mask(draw, n)
     seen = brute(mask, n).long()
     assert torch.equal(keys_per_query(mask, n), seen.sum(1))
-    assert torch.equal(_per_row(mask, n, transposed=True), seen.sum(0))
+    assert torch.equal(keys_per_query(mask, n, transposed=True), seen.sum(0))
     assert allowed_pairs(mask, n) == seen.sum()
     for layout in map(Layout, ("zigzag", "striped")):
         of_queries, of_keys = work(layout, mask, n, 3)
@@ -167,8 +167,8 @@ def test_a_tensor_of_documents_is_read_again_when_it_changes():
         (lambda: Mask.window(0, 1.5), "right.*1.5"),
         (lambda: Mask.dilated(0, 2), "window of a dilated mask.*0"),
         (lambda: Mask.dilated(4, 0), "dilation"),
-        (lambda: Mask.documents([1, 4]), "begins with 0.*1, 4"),
-        (lambda: Mask.documents([0, 5, 3, 8]), "must not descend, got 5, 3 at places 1, 2"),
+        (lambda: Mask.documents([1, 4]), r"must be \[0, .*1, 4"),
+        (lambda: Mask.documents([0, 5, 3, 8]), r"must not descend, got \[5, 3\] at 1"),
         (lambda: Mask.documents([0, 2.5, 8]), "integers"),
         (lambda: Mask.documents([0, 4, 8]).check(10), "end at 8.*10 tokens"),
         (lambda: Mask.blocks([[1, 0]], 4), r"square.*\[1, 2\]"),
