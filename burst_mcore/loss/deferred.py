@@ -98,7 +98,8 @@ class DeferredLogits:
     def __getitem__(self, key: Any) -> DeferredLogits:
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(k, slice | int) or k is Ellipsis for k in keys):
-            self.head.refuse(f"takes [{key}] of")
+            shown = f"a tensor of shape {[*key.shape]}" if isinstance(key, Tensor) else key
+            self.head.refuse(f"takes [{shown}] of")
         of_tokens = Ellipsis not in keys and len(keys) < self.ndim
         if not of_tokens and keys[-1] is not Ellipsis:
             last, columns = keys[-1], range(self.head.columns)

@@ -17,7 +17,9 @@ from torch import nn
 from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.torch.parallel import options_of, parallelize
+from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.strategies import WholeBatch
+from burst_mcore.transformers.models.supported import has_fused_head
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
 from burst_mcore.transformers.trainer import REPLACED, Place, replace, sharing
 from burst_mcore.wrap import around
@@ -59,10 +61,12 @@ _options: dict[str, Any] = {}
 def _places() -> list[Place]:
     """Return the names that torch's context parallelism has to itself."""
     from accelerate import Accelerator
+    from accelerate.utils import fsdp_utils
     from transformers import Trainer, TrainingArguments
 
     return [
         (Accelerator, "_prepare_cp", _preparing),
+        (fsdp_utils, "_find_final_norm", _final_norm),
         (TrainingArguments, "__post_init__", _with_packing),
         (Trainer, "__init__", _with_references),
         (Trainer, "_prepare_context_parallel_inputs", lambda _: _whole_inputs),
@@ -84,6 +88,24 @@ def _prepare(model: nn.Module, accelerator: Any) -> None:
         parallelize(model, accelerator.torch_device_mesh["cp"], **_options)
         sequence = sequence_of(model)
         sequence.batches = WholeBatch(sequence)
+
+
+@around
+def _final_norm(own: Any, model: Any) -> Any:
+    """accelerate's _find_final_norm, in whose FSDP2 group the LM head is: also the norm within a decoder.
+
+    TRL's fused head never calls the LM head. The forward of its group's norm makes the weight whole, and
+    has the gradient reduced; without it each rank applies its own. Accelerate looks beside the decoder alone.
+    """
+    norm, sequence = own(model), getattr(model, SEQUENCE, None)
+    if norm is not None or sequence is None:
+        return norm
+    norms = [x for x in model.get_decoder().children() if "Norm" in type(x).__name__]
+    tied = model.get_input_embeddings().weight is getattr(model.get_output_embeddings(), "weight", None)
+    if not norms and not tied and has_fused_head(sequence.model):
+        reason = "has no last norm, with which FSDP2 gathers the LM head for TRL's loss: tie the embeddings"
+        raise RefusedError("model", f"{type(model).__name__} {reason}")
+    return norms[-1] if norms else None
 
 
 @around

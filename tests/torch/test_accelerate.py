@@ -12,7 +12,7 @@ from loops import whole_weights
 from ranks import processes
 from trainers import accuracy, forget, logged, tokenizer, trl_trained, words
 
-from burst_mcore.torch import RefusedError, replace_context_parallel
+from burst_mcore.torch import RefusedError, parallelize, replace_context_parallel
 from burst_mcore.transformers.data.batches import collated
 
 pytest.importorskip("accelerate")
@@ -38,7 +38,7 @@ def _have_fsdp_on_cpus():
     AcceleratorState.__init__ = __init__
 
 
-def _start(rank):
+def start_fsdp(rank):
     """Let this rank be one of Accelerate's under FSDP."""
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     _have_fsdp_on_cpus()
@@ -55,7 +55,8 @@ def _alike(found, wanted, bar):
         assert worst(weights, theirs) < bar
 
 
-def _arguments(folder, cp, kind=None, **options):
+def fsdp_arguments(folder, cp, kind=None, fsdp_config=(), **options):
+    """Arguments of a trainer over CP groups on FSDP2; of one process with cp None."""
     from accelerate.parallelism_config import ParallelismConfig
     from transformers import TrainingArguments
 
@@ -65,7 +66,7 @@ def _arguments(folder, cp, kind=None, **options):
         sizes = {"dp_shard_size": world // cp} if world > cp else {}
         options |= {
             "fsdp": True,
-            "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+            "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", **dict(fsdp_config)},
             "parallelism_config": ParallelismConfig(cp_size=cp, **sizes),
         }
     return (kind or TrainingArguments)(**{"output_dir": folder, **THREE_STEPS, **options})
@@ -88,7 +89,7 @@ def _trained(
 
     folder, model = f"{folder}/{cp}", hybrid_of() if hybrid else model_of()
     trainer = Trainer(
-        model, _arguments(folder, cp, **options), train_dataset=data, eval_dataset=data[:3],
+        model, fsdp_arguments(folder, cp, **options), train_dataset=data, eval_dataset=data[:3],
         data_collator=collated, compute_metrics=metrics,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumed else None)
@@ -106,7 +107,7 @@ def _trained(
 
 
 def _of_ranks(rank, size, folder, cases):
-    _start(rank)
+    start_fsdp(rank)
     found = []
     for options in cases:
         forget()
@@ -142,7 +143,7 @@ def _trl(folder, cp, kind, hybrid=False, **options):
     import trl
 
     options = {"max_length": 48, "bf16": False, **options}
-    made = partial(_arguments, folder, cp, getattr(trl, f"{kind}Config"), **options)
+    made = partial(fsdp_arguments, folder, cp, getattr(trl, f"{kind}Config"), **options)
     figures, trainer = trl_trained(kind, made, hybrid=hybrid)
     assert getattr(trainer.args, "packing", False) == options.get("packing", False)
     del figures["num_tokens"]
@@ -150,7 +151,7 @@ def _trl(folder, cp, kind, hybrid=False, **options):
 
 
 def _trl_of_ranks(rank, size, folder, kind, options):
-    _start(rank)
+    start_fsdp(rank)
     replace_context_parallel()
     return _trl(folder, CP, kind, **options)
 
@@ -176,6 +177,26 @@ def test_trl(tmp_path, kind, ranks, options):
     if ranks > CP:  # TRL's mean over replicas counts one that has no row of the last load
         del want["evaluation"][1:]
     _alike(processes(ranks, _trl_of_ranks, str(tmp_path), kind, options), (want, theirs), 3e-6)
+
+
+def _without_a_norm(rank, size):
+    from accelerate.utils import fsdp_utils
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = model_of()
+    add_fused_lm_head(model)
+    parallelize(model, dist.group.WORLD, reduction="mean")
+    del model.model.norm
+    replace_context_parallel()
+    with pytest.raises(RefusedError) as refused:
+        fsdp_utils._find_final_norm(model)
+    return str(refused.value)
+
+
+def test_trls_head_without_a_norm_before_it_is_refused():
+    pytest.importorskip("trl")
+    for said in processes(2, _without_a_norm):
+        assert "LlamaForCausalLM has no last norm, with which FSDP2 gathers the LM head for TRL" in said
 
 
 def _first_of_a_sequence():
@@ -233,7 +254,7 @@ def _grpo(folder, cp, **options):
 
 
 def _grpo_of_ranks(rank, size, folder, options):
-    _start(rank)
+    start_fsdp(rank)
     odd = {"scale_rewards": "batch"}, {"top_entropy_quantile": 0.5}, {"per_device_train_batch_size": 3}
     for more in odd if size == CP else ():
         with pytest.raises(ValueError, match="would count a row once for each rank|must hold whole groups"):

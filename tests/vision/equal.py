@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from families import batch_of, model_of, pictures
+from families import SIDE, Media, batch_of, model_of
 from torch import Tensor
 
 from burst_mcore.torch import parallelize
@@ -28,8 +28,8 @@ def plain(model: Any, batch: dict[str, Any], **more: Any) -> Tensor:
 
 def shared(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
     """The loss over a CP group of all ranks, and gradients averaged over it."""
-    parallelize(model, dist.group.WORLD, reduction="mean", **options)
-    loss: Tensor = model(**batch).loss
+    cp = parallelize(model, dist.group.WORLD, reduction="mean", **options)
+    loss: Tensor = model(**cp.shard(batch)).loss
     loss.backward()
     for p in model.parameters():
         if p.requires_grad and p.grad is not None:
@@ -57,21 +57,26 @@ def error(found: Tensor | None, want: Tensor | None) -> float:
     return float("inf") if found is None else float((found - want).abs().max()) / largest
 
 
+CASES: dict[str, Media] = {
+    "plain": {"image": (GRIDS, ROWS)},
+    "text": {"image": ([], [[], []])},
+    "pixels": {"image": ([], [[], []])},
+    "some rows": {"image": (GRIDS, [[3, 25, 55], []])},
+    "videos": {"video": (FILMS, [[45], [60]])},
+    "both": {"image": (GRIDS[:2], [[3], [20]]), "video": (FILMS, [[45], [60]])},
+    "sound": {"audio": (GRIDS, ROWS)},
+}
+"""By case, the media of a batch, as `batch_of` has them; of other cases those of "plain"."""
+
+
 def batch_for(model: Any, case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The batch of a case, and that of one process: rows with two images and one, of a prime length.
+    """The batch of a case, and that of one process: rows of a prime length.
 
     One process gets packed rows apart: of them transformers looks up Gemma 3's blocks at restarted positions.
     """
-    if case in ("videos", "both"):
-        films = pictures(model, FILMS, "video")
-        images = pictures(model, GRIDS[:2]) if case == "both" else {}
-        rows = [[3], [20]] if images else [[], []]
-        return (batch_of(model, rows, TOKENS, images, films, ([45], [60])),) * 2
-    images = {} if case == "text" else pictures(model, GRIDS)
-    rows: list[list[int]] = {"text": [[], []], "some rows": [[3, 25, 55], []], "packed": [[3, 45], [20]]}.get(
-        case, ROWS
-    )
-    batch = batch_of(model, rows, TOKENS, images)
+    batch = batch_of(model, TOKENS, CASES.get(case, CASES["plain"]))
+    if case == "pixels":
+        batch["pixel_values"] = torch.zeros(len(ROWS), 3, SIDE, SIDE)
     if case == "packed":
         return packed(model, batch), batch
     if case == "padded":
@@ -102,7 +107,7 @@ def packed(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(model: Any, case: str) -> Any:
-    """The model of a case: with LoRA, or with towers that do not learn."""
+    """The model of a case: with LoRA, with a norm over images, or with towers that do not learn."""
     if case == "lora":
         import peft
 
@@ -112,6 +117,8 @@ def changed(model: Any, case: str) -> Any:
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.2)
+    if case == "normalized":
+        model.model.multi_modal_projector.act = torch.nn.BatchNorm1d(SIDE)  # over the tokens of all images
     if case == "frozen":
         model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)
@@ -130,7 +137,7 @@ def compared(
         batch, apart = batch_for(model, case)
         model = changed(model, case)
         other = copy.deepcopy(model)
-        want = plain(model, apart)
         loss = shared(other, batch, **options)
+        want = plain(model, apart)
         found[name] = (abs(float(loss / want) - 1), *errors(other, model))
     return found

@@ -2,7 +2,7 @@
 
 import pytest
 from equal import compared
-from families import EIGHT
+from families import FOURTEEN
 from ranks import processes
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -21,7 +21,7 @@ def check(size, names, case="plain", **options):
 
 
 def test_families_on_two_ranks():
-    check(2, EIGHT, config={"layout": "zigzag"})
+    check(2, FOURTEEN, config={"layout": "zigzag"})
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_families_on_two_ranks():
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @pytest.mark.parametrize("towers", ["shared", "whole"])
 def test_families(size, layout, towers):
-    check(size, EIGHT, config={"layout": layout}, towers=towers)
+    check(size, FOURTEEN, config={"layout": layout}, towers=towers)
 
 
 @pytest.mark.parametrize("layout", ["striped", "contiguous"])
@@ -59,7 +59,15 @@ def test_a_tower_that_gives_more_than_features_is_whole_on_each_rank():
     check(2, ("ovis2",))
 
 
+def test_a_tower_that_normalizes_over_images_is_whole_on_each_rank():
+    check(2, ("llava",), "normalized")
+
+
 @pytest.mark.parametrize("case", ["videos", "both"])
 @pytest.mark.parametrize("towers", ["shared", "whole"])
 def test_videos_alone_and_beside_images(case, towers):
-    check(2, VIDEOS, case, towers=towers)
+    check(2, VIDEOS if case == "both" else (*VIDEOS, "glm4v"), case, towers=towers)
+
+
+def test_sound():
+    check(2, ("voxtral",), "sound")

@@ -8,26 +8,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from equal import GRIDS, TOKENS
-from families import PATCH, PLACE, SIDE, batch_of, model_of, pictures
+from families import PATCH, PLACE, SIDE, batch_of, model_of
 from loops import assert_alike, whole_weights
 from ranks import processes
+from test_accelerate import fsdp_arguments, start_fsdp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from trainers import tokenizer, words
+from trainers import logged, tokenizer, words
 
-from burst_mcore.torch import parallelize
+from burst_mcore.torch import parallelize, replace_context_parallel
 
 STEPS, RATE = 2, 0.05
 
 
 def batches(model: Any, replica: int = 0) -> list[dict[str, Tensor]]:
     """A row with two images, then one without the smallest: each replica begins with another."""
-    whole = pictures(model, GRIDS)
-    two = batch_of(model, [[3, 25, 55]], TOKENS, whole)
-    one = batch_of(model, [[9]], TOKENS - 6, pictures(model, GRIDS[2:]))
+    two = batch_of(model, TOKENS, {"image": (GRIDS, [[3, 25, 55]])})
+    one = batch_of(model, TOKENS - 6, {"image": (GRIDS[2:], [[9]])})
     return [two, one] if replica == 0 else [one, two]
 
 
@@ -46,51 +46,46 @@ def one_process(name: str, replicas: int = 1) -> tuple[list[float], dict[str, Te
     return losses, {key: p.detach().clone() for key, p in model.named_parameters()}
 
 
-def on_deepspeed(rank: int, size: int, name: str, stage: int) -> Any:
-    """The same on an engine of `initialize`, two ranks a CP group."""
-    import deepspeed
-    from engines import config_of, start
-
-    from burst_mcore.deepspeed import shard_loader
-
+def trained(rank: int, size: int, name: str, way: str | int) -> tuple[list[float], dict[str, Tensor]]:
+    """The same over CP groups of two ranks; way: "fsdp", "ddp", or a stage of ZeRO on DeepSpeed."""
     torch.use_deterministic_algorithms(False)
     model = model_of(name)
-    rows = DataLoader(batches(model, rank // 2), batch_size=None)
-    config = config_of(stage, 2) | {"optimizer": {"type": "SGD", "params": {"lr": RATE}}}
-    engine, _ = start(config, model=model)
-    losses = []
-    for batch in shard_loader(rows, engine):
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(mean_of(loss))
-    get = deepspeed.utils.safe_get_full_fp32_param
-    return losses, {key: get(p) if stage else p.detach() for key, p in engine.module.named_parameters()}
-
-
-def by_hand(rank: int, size: int, name: str, wrapper: str) -> Any:
-    """The same in a loop under FSDP2 or DDP."""
-    torch.use_deterministic_algorithms(False)
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
-    model = wrapped = model_of(name)
     rows = batches(model, rank // 2)
+    if isinstance(way, int):
+        import deepspeed
+        from engines import config_of, start
+
+        from burst_mcore.deepspeed import shard_loader
+
+        config = config_of(way, 2) | {"optimizer": {"type": "SGD", "params": {"lr": RATE}}}
+        engine, _ = start(config, model=model)
+        losses = _steps(
+            shard_loader(DataLoader(rows, batch_size=None), engine), engine, engine.backward, engine
+        )
+        get = deepspeed.utils.safe_get_full_fp32_param
+        return losses, {key: get(p) if way else p.detach() for key, p in engine.module.named_parameters()}
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "cp"))
     cp = parallelize(model, mesh["cp"])
-    if wrapper == "ddp":
-        wrapped = DistributedDataParallel(model)
-    else:
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    if way == "fsdp":
         both = mesh["dp", "cp"]._flatten("dp_cp")
         towers = [m for m in model.modules() if type(m).__name__.endswith(("VisionBlock", "EncoderLayer"))]
         for layer in [*model.get_decoder().layers, *towers, model]:
             fully_shard(layer, mesh=both)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return _steps(cp.loader(rows), wrapped, Tensor.backward, optimizer), whole_weights(model)
+
+
+def _steps(loader: Any, model: Any, backward: Any, optimizer: Any) -> list[float]:
+    """The losses of a training, each the mean over all ranks."""
     losses = []
-    for batch in cp.loader(rows):
-        loss = wrapped(**batch).loss
-        loss.backward()
+    for batch in loader:
+        loss = model(**batch).loss
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_of(loss))
-    return losses, whole_weights(model)
+    return losses
 
 
 def mean_of(loss: Tensor) -> float:
@@ -133,57 +128,68 @@ def samples(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def by_trl(rank: int, size: int, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(losses, weights) of TRL's SFTTrainer: of one process, or over a CP group on DeepSpeed."""
+def by_trainer(
+    rank: int, size: int, folder: str, kind: str, way: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses, weights) of TRL's SFTTrainer or the Trainer: of one process ("alone"), or over a CP group."""
     from datasets import Dataset
-    from engines import quiet
-    from test_trainer import arguments_of, weights
+    from transformers import Trainer
     from trl import SFTConfig, SFTTrainer
-
-    import burst_mcore.deepspeed as burst
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
     torch.use_deterministic_algorithms(False)
-    if size > 1:
-        quiet()
-        burst.replace_ulysses()
+    options: dict[str, Any] = {"kind": SFTConfig, "bf16": False, "max_length": None} if kind == "SFT" else {}
     model = model_of("llava")  # before the arguments, by which ZeRO-3 shards parameters as they are made
-    own = {"kind": SFTConfig, "stage": 3, "bf16": False, "max_length": None}
-    arguments = arguments_of(folder, size if size > 1 else None, **own)
-    trainer = SFTTrainer(
-        model, arguments, train_dataset=Dataset.from_list(samples(6)),
-        eval_dataset=Dataset.from_list(samples(3)), processing_class=processor(),
-    )  # fmt: skip
+    if way == "deepspeed":
+        from engines import quiet
+        from test_trainer import arguments_of, weights
+
+        from burst_mcore.deepspeed import replace_ulysses
+
+        quiet()
+        replace_ulysses()
+        arguments = arguments_of(folder, size, stage=3, **options)
+    else:
+        if way == "fsdp":
+            start_fsdp(rank)
+            replace_context_parallel()
+        layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "CLIPEncoderLayer"]}
+        arguments = fsdp_arguments(folder, size if way == "fsdp" else None, fsdp_config=layers, **options)
+    data = {"train_dataset": Dataset.from_list(samples(6)), "eval_dataset": Dataset.from_list(samples(3))}
+    if kind == "SFT":
+        trainer = SFTTrainer(model, arguments, **data, processing_class=processor())
+    else:
+        collator = DataCollatorForVisionLanguageModeling(processor())
+        trainer = Trainer(model, arguments, **data, data_collator=collator)
     trainer.train()
-    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [*found, trainer.evaluate()["eval_loss"]], weights(trainer)
+    losses = [*logged(trainer, "loss")["loss"], trainer.evaluate()["eval_loss"]]
+    if way == "deepspeed":
+        return losses, weights(trainer)
+    return losses, whole_weights(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def check(found, want):
     assert_alike(found, want, 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed(stage):
-    pytest.importorskip("deepspeed")
-    check(processes(2, on_deepspeed, "qwen3_vl", stage), one_process("qwen3_vl"))
+@pytest.mark.parametrize("way", [0, 1, 2, 3, "fsdp", "ddp"])
+def test_loops(way):
+    pytest.importorskip("deepspeed" if isinstance(way, int) else "torch")
+    check(processes(2, trained, "qwen3_vl", way), one_process("qwen3_vl"))
 
 
-def test_deepspeed_on_two_groups():
-    pytest.importorskip("deepspeed")
-    check(processes(4, on_deepspeed, "gemma3", 3), one_process("gemma3", 2))
+@pytest.mark.parametrize("way", [3, "fsdp"])
+def test_loops_on_two_groups(way):
+    pytest.importorskip("deepspeed" if isinstance(way, int) else "torch")
+    check(processes(4, trained, "gemma3", way), one_process("gemma3", 2))
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
-def test_loops_by_hand(wrapper):
-    check(processes(2, by_hand, "qwen3_vl", wrapper), one_process("qwen3_vl"))
-
-
-def test_a_loop_on_two_groups():
-    check(processes(4, by_hand, "gemma3", "fsdp"), one_process("gemma3", 2))
-
-
-def test_trl_with_two_images_a_row(tmp_path):
-    pytest.importorskip("deepspeed")
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("SFT", "deepspeed"), ("SFT", "fsdp"), pytest.param("Trainer", "fsdp", marks=pytest.mark.slow)],
+)
+def test_trainers_with_two_images_a_row(tmp_path, kind, way):
+    pytest.importorskip("deepspeed" if way == "deepspeed" else "accelerate")
     pytest.importorskip("trl")
-    (want,) = processes(1, by_trl, str(tmp_path))
-    check(processes(2, by_trl, str(tmp_path)), want)
+    (want,) = processes(1, by_trainer, str(tmp_path), kind, "alone")
+    check(processes(2, by_trainer, str(tmp_path), kind, way), want)

@@ -65,7 +65,7 @@ class SharedImages:
         if not shares or sequence is None or sequence.entering is None or sequence.topology.size == 1:
             return self.own(**arguments)  # the last: a batch of this rank alone
         assert group is not None
-        images = Images.of(arguments, names)
+        images = None if self._normalizes_over_images() else Images.of(arguments, names)
         if images is None:
             return self._whole(arguments)
         bounds = images.bounds(group.size())
@@ -79,6 +79,10 @@ class SharedImages:
             return self._whole(arguments)
         _replace(out, gathered_features(streams, first < last, len(images.patches), group))
         return out
+
+    def _normalizes_over_images(self) -> bool:
+        modules = self.own.__self__.modules()  # type: ignore[attr-defined]  # of a bound method
+        return any(isinstance(x, nn.modules.batchnorm._BatchNorm) and x.training for x in modules)
 
     def _whole(self, arguments: dict[str, Any]) -> Any:
         """Make the features of all images on this rank, as all others do; the first says so, once."""
