@@ -80,6 +80,7 @@ soak: $(VENV)
 tables: $(VENV)
 	@PYTHONPATH=. $(RUN) docs/scripts/tables.py
 	PYTHONPATH=. $(RUN) docs/scripts/pictures.py
+	PYTHONPATH=. $(RUN) docs/scripts/scenarios.py
 
 docs: $(VENV_DOCS) $(VENV)
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)

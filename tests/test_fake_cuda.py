@@ -14,8 +14,7 @@ from fake_cuda.catalogue import CASES, LARGE, PASSES, ROUTES, backward_of_q, cou
 from plain_loss import linear_cross_entropy
 
 from burst_mcore import Mask, packages
-from burst_mcore.agreement import Agreement
-from burst_mcore.agreement.claims import AHEAD
+from burst_mcore.agreement.agreement import Ring
 from burst_mcore.loss import fused_linear_cross_entropy
 from burst_mcore.loss.products import products_for
 from burst_mcore.loss.terms import Terms
@@ -103,13 +102,13 @@ def test_nothing_is_found_on_any_route_with_any_kernel_mask_and_layout(index):
 
 
 def test_a_forward_like_an_earlier_one_does_not_wait_for_the_other_hosts(monkeypatch):
-    came, post = [], Agreement._post
+    came, post = [], Ring._post
 
-    def noted(self, word, signature, *args):
-        came.append((signature["pass"], word.how == AHEAD))
-        return post(self, word, signature, *args)
+    def noted(self, claim, *, ahead=False):
+        came.append((claim.signature["pass"], ahead))
+        return post(self, claim, ahead=ahead)
 
-    monkeypatch.setattr(Agreement, "_post", noted)
+    monkeypatch.setattr(Ring, "_post", noted)
     assert not cases.attention(2)
     assert Counter(came) == {(name, ahead): 2 for name in ("forward", "backward") for ahead in (False, True)}
 

@@ -1,37 +1,10 @@
 """Agreement between ranks: what each rank brings is compared, and every rank gets the same error or none.
 
-claims   what is compared, signatures, errors and words of ranks; collectives that exchange it; how it differs
-board    errors, signatures and places that ranks leave for each other in a store
-watch    the thread of a rank that exchanges words, and sees who failed and where others stand
-calls    `Agreement`: numbered calls, which wait for the exchange or go ahead; refusals wait for nobody
+claims     claims as integers, by which ranks compare them, and the text of their differences
+watch      `Watch`, the thread of a rank of a ring that exchanges claims, and sees who failed
+agreement  claims, `Agreement` and its four verbs: refusing, meet, ring, settle; `Ring`, which may go ahead
+groups     `Group`, the same verbs by collectives of a caller's process group
 
-Attention, recurrences and places of programs agree by `Agreement`; the loss and loaders use `claims` alone.
+Attention, recurrences, places of programs and forwards over shards agree by `Ring`; the loss, loaders and
+set-up by `Group`.
 """
-
-from burst_mcore.agreement.calls import DESTROYED, Agreed, Agreement, Latest, refusing
-from burst_mcore.agreement.claims import (
-    REFUSED,
-    Claim,
-    Signature,
-    alike,
-    claims_of,
-    digest_of,
-    disagreement,
-    integers_of,
-)
-
-__all__ = [
-    "DESTROYED",
-    "REFUSED",
-    "Agreed",
-    "Agreement",
-    "Claim",
-    "Latest",
-    "Signature",
-    "alike",
-    "claims_of",
-    "digest_of",
-    "disagreement",
-    "integers_of",
-    "refusing",
-]

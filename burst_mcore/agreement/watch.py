@@ -1,236 +1,288 @@
-"""The watch of a rank over its ring: a thread that exchanges words, call after call, and sees who failed."""
+"""`Watch`, the thread by which a rank of a ring exchanges words, meeting after meeting, and sees failures."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
-import queue
 import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+import torch.distributed.distributed_c10d as c10d
 
-from burst_mcore.agreement.board import Board
-from burst_mcore.agreement.claims import AHEAD, REFUSES, WAITS, Signature, Word, lengths_of
+from burst_mcore.agreement.claims import AHEAD, WAITS, Signature, Told, Word, numbers_of
 
 LOOK_EVERY = timedelta(seconds=1)
-"""How often the thread looks around while it waits."""
+"""How often a thread looks around while it waits."""
+ANSWER_WITHIN = timedelta(seconds=20)
+"""How long ranks that disagree wait for each other's claims."""
 WARN_AFTER = 10.0
 """Seconds after which a rank that waits at a place of its program logs which ranks are absent."""
 MESSAGES = "send", "recv", "isend", "irecv", "batch_isend_irecv"
 """Functions of torch.distributed that not all ranks of a group call."""
+DESTROYED = "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
+"""The error of a call on a closed ring."""
 
 logger = logging.getLogger("burst_mcore")
 
 
-class Meeting(NamedTuple):
-    """A numbered call as this rank comes to it, and its outcome, which the thread sets."""
+class GoneError(RuntimeError):
+    """A rank has gone. Ranks in mid-ring name their own ring step instead."""
+
+
+class Latest(dict[Any, Any]):
+    """A dictionary of the entries that were made last."""
+
+    MOST = 1024
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.MOST:
+            del self[next(iter(self))]
+
+
+Answer = Sequence[Word] | BaseException | None
+"""The numbers of all ranks, or why they do not agree; None: not yet."""
+
+
+@dataclass(eq=False)
+class Meeting:
+    """A numbered meeting as this rank comes to it."""
 
     call: int
     word: Word
-    signature: Signature
-    lengths: Future[tuple[int, ...]]
-    """The rows of all ranks, or an error."""
-
-
-class GoneError(RuntimeError):
-    """A rank has gone. Ranks that wait for it are told; ranks in a pass name their own ring step."""
+    fields: Signature
+    """Of the claim; of a meeting of all who come to a place of their programs, the place is "at"."""
+    answer: Answer = None
 
 
 class Watch:
     """The thread of one rank, which takes its meetings one after another until the ring has failed.
 
-    An exchange is a gather to the hub, first rank of the group, and a broadcast from it: all-reduce takes
-    2 (G - 1) messages on gloo, one after another. An error of one call alone is a ValueError in a meeting
-    that nobody went ahead of. Any other error ends the thread, the ring, and the other ranks' rings.
+    An error of one meeting alone is a ValueError, if nobody went ahead. Any other error is a failure: it ends
+    the thread, the ring, and the other ranks' rings. The thread and the one that makes the calls share the
+    queue of meetings, their answers and the failure, under the lock of `_changed`.
 
     Args:
-        group, ranks, abort: of `Agreement`.
+        group: gloo, over all ranks of the ring.
+        ranks: global ranks in the order of the ring; `rank` is this rank's place among them.
+        abort: ends the waits of this rank for messages of the ring.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], board: Board, abort: Callable[[], None]
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        rank: int,
+        abort: Callable[[], None] = lambda: None,
     ) -> None:
-        self._group, self._board, self._abort = group, board, abort
+        self._group, self._rank, self._abort = group, rank, abort
         self._order = [dist.get_group_rank(group, each) for each in ranks]
         """Where the ranks of the ring stand in the group."""
-        self.in_pass = False
-        """Written by the thread that makes the calls."""
-        self.failure: BaseException | None = None
-        """Why no call may follow, if that is so; written by `fail` alone."""
-        self._lock = threading.Lock()
-        """Of the failure, which both threads may find."""
-        self.meetings: queue.SimpleQueue[Meeting | None] = queue.SimpleQueue()
-        """The exchanges that the thread is to make; None wakes it. Behind a failure a caller must `tell`."""
-        self._came = 0
-        """The last call to which this rank came."""
-        self._warn_at = 0.0
-        self._stand: tuple[str, int, str] | None = None
-        """The collective of other code in which the main thread stood at the last look."""
-        name = f"burst_mcore agreement {board.rank}"
-        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._store = c10d.PrefixStore(f"burst_mcore/{group.group_name}", c10d._get_default_store())
+        self._changed = threading.Condition()
+        self._queue: deque[Meeting] = deque()
+        self._failure: BaseException | None = None
+        """Why no call may follow, if that is so."""
+        self._thread = threading.Thread(target=self._work, name=f"burst_mcore agreement {rank}", daemon=True)
+        self._calls = 0
+        """This, and what follows, is of the thread that makes the calls."""
+        self._last: Meeting | None = None
+        self._seen = Latest()
+        """Kinds of claims on which all ranks have agreed."""
 
-    def fail(self, error: BaseException) -> bool:
-        """Let no call follow on this rank; return whether this is the first reason, which counts."""
-        with self._lock:
-            first = self.failure is None
-            self.failure = self.failure or error
-        self.meetings.put(None)
+    def _start(self) -> None:
+        _RUNNING.add(self)
+        self._thread.start()
+
+    def close(self, why: str = DESTROYED) -> None:
+        """Stop the thread, also one that looks late, on a busy machine. No call may follow."""
+        self._stop(RuntimeError(why))
+        if self._thread.ident is not None:
+            self._thread.join(10 * LOOK_EVERY.total_seconds())
+
+    def _stop(self, error: BaseException | None, *, tell: bool = False) -> bool:
+        """Let no call follow on this rank, nor on any if `tell`; return whether it is the first error."""
+        with self._changed:
+            first = self._failure is None
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        if tell and first:
+            note = json.dumps([type(error).__name__, str(error)])
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set("failure", "", note)  # the first of all ranks has the cause
         return first
 
-    def start(self) -> None:
-        """Start the thread, at the first meeting."""
-        _RUNNING.add(self)
-        self.thread.start()
+    def _failure_told(self) -> Exception | None:
+        """Return why no call may follow, if any rank told so. Raises RuntimeError if the store has ended."""
+        if not self._store.check(["failure"]):
+            return None
+        kind, text = json.loads(self._store.get("failure"))
+        return {"ValueError": ValueError, "GoneError": GoneError}.get(kind, RuntimeError)(text)
 
-    def tell(self) -> None:
-        """Give the failure to every queued meeting, and to those who wait for it."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                meeting = self.meetings.get_nowait()
-                if meeting is not None and not meeting.lengths.done():
-                    meeting.lengths.set_exception(self.failure)
+    def _leave(self, key: str, note: Any) -> None:
+        """Leave a note for the other ranks, if the store has not ended: else nobody is there to read it."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(key, json.dumps(note))
 
-    def close(self, why: str) -> None:
-        """Stop the thread. A thread that looks late, on a busy machine, is waited for."""
-        self.fail(RuntimeError(why))
-        if self.thread.ident is not None:
-            self.thread.join(10 * LOOK_EVERY.total_seconds())
+    def _leave_place(self, call: int, place: str, group: str = "", number: int = 0) -> None:
+        self._leave(f"at/{self._rank}", [call, f"rank {self._rank}, last at {place}", group, number])
+
+    def _find(self, key: str, default: Any = None) -> Any:
+        """Return a note, if there is one, and the store has not ended."""
+        with contextlib.suppress(RuntimeError):
+            return json.loads(self._store.get(key)) if self._store.check([key]) else default
+        return default
 
     def _work(self) -> None:
-        meeting = None
+        """Exchange words, meeting after meeting, until the ring has failed: the other thread's function."""
+        came = 0
         try:
             while True:
-                meeting = self._next()
-                words = self._exchange(meeting)
-                hows = {word.how for word in words}
+                meeting = self._next(came)
+                came = meeting.call
+                words = self._exchanged(meeting)
                 try:
-                    if REFUSES in hows:
-                        raise ValueError(self._board.find(f"refusal/{meeting.call}"))
-                    signatures = partial(self._board.signatures, meeting.call, meeting.signature)
-                    meeting.lengths.set_result(lengths_of(words, signatures))
+                    claims = partial(self._claims, meeting)
+                    self._tell(meeting, numbers_of(words, claims, "the ranks of the ring"))
                 except ValueError as error:
-                    if AHEAD in hows:
+                    if AHEAD in [how for how, *_ in words]:
                         raise
-                    if not meeting.lengths.done():
-                        meeting.lengths.set_exception(error)
+                    self._tell(meeting, error)
         except BaseException as error:
-            self._end(error, meeting)
+            if self._stop(error, tell=True):
+                logger.error("%s", error)
+                try:
+                    self._abort()  # messages may never come
+                except Exception:
+                    logger.exception("waits for messages of the ring could not be ended")
             if not isinstance(error, Exception):
                 raise
 
-    def _next(self) -> Meeting:
-        """Return the next meeting; look around until it comes."""
-        while self.failure is None:
-            with contextlib.suppress(queue.Empty):
-                meeting = self.meetings.get(timeout=LOOK_EVERY.total_seconds())
-                if meeting is not None:
-                    self._came = meeting.call
-                    return meeting
+    def _tell(self, meeting: Meeting, answer: Answer) -> None:
+        """Give the caller the first answer to a meeting."""
+        with self._changed:
+            meeting.answer = meeting.answer or answer
+            self._changed.notify_all()
+
+    def _next(self, came: int) -> Meeting:
+        """Return the meeting behind number `came`; until it comes, tell where the main thread waits."""
+        stand = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._failure, LOOK_EVERY.total_seconds())
+                if self._queue and self._failure is None:
+                    return self._queue.popleft()
             self._look(None)
-        raise self.failure
+            before, stand = stand, stand_of_main_thread()
+            if stand is not None and stand == before:  # at two looks: not on its way through
+                self._leave_place(came, *stand)
 
-    def _end(self, error: BaseException, meeting: Meeting | None) -> None:
-        """End the ring: its messages may never come. All who wait for the thread are told why."""
-        if self.fail(error):
-            if not isinstance(error, GoneError):
-                self._board.leave_failure(error)
-            elif meeting is not None:
-                self._board.leave(f"gone/{meeting.call}", str(error))
-            logger.error("%s", error)
-            try:
-                self._abort()
-            except Exception:
-                logger.exception("waits for messages of the ring could not be ended")
-        self.meetings.put(meeting)
-        self.tell()
+    def _exchanged(self, meeting: Meeting) -> list[Word]:
+        """Return the words of every rank on a meeting, by its place on the ring.
 
-    def _exchange(self, meeting: Meeting) -> list[Word]:
-        """Return the words of every rank on a call, by its place on the ring."""
-        self._warn_at = time.monotonic() + WARN_AFTER
-        mine, hub = torch.tensor(meeting.word), self._order[self._board.rank] == 0
+        A gather to the hub, first rank of the group, and a broadcast: all-reduce takes 2 (G - 1) messages on
+        gloo, one after another.
+        """
+        if "at" in meeting.fields:
+            self._leave_place(meeting.call, meeting.fields["at"])
+        mine, hub = torch.tensor(meeting.word), self._order[self._rank] == 0
         table = torch.empty(len(self._order), len(mine), dtype=torch.int64)
         rows = list(table.unbind()) if hub else None
         gathering = dist.gather(mine, rows, group=self._group, group_dst=0, async_op=True)
         if hub:
             self._until(gathering, meeting)
         self._until(dist.broadcast(table, group=self._group, group_src=0, async_op=True), meeting)
-        return [Word(*row) for row in table[self._order].tolist()]
+        words: list[Word] = table[self._order].tolist()
+        return words
 
     def _until(self, work: dist.Work | None, meeting: Meeting) -> None:
-        """Wait until gloo's work is complete; look around meanwhile."""
+        """Wait until gloo's work is complete; look around meanwhile, for late ranks ever more rarely."""
         assert work is not None
+        start, patience = time.monotonic(), 1.0
         while not work.is_completed():
             try:
                 work.wait(LOOK_EVERY)
             except RuntimeError:  # LOOK_EVERY has passed, or the work has failed: a rank may have told why
                 self._look(meeting)
+                seconds = time.monotonic() - start
+                if meeting.answer is None and meeting.word[0] == WAITS and seconds > patience:
+                    patience *= 1.5
+                    self._look_for_late(meeting, seconds)
         try:
             work.wait()
         except RuntimeError as error:
-            refusal = self._board.find(f"refusal/{meeting.call}")
-            raise (self._gone(error) if refusal is None else ValueError(refusal)) from error
+            raise self._gone(meeting, error) from error
 
     def _look(self, meeting: Meeting | None) -> None:
-        """Tell where this rank stands. Raise an error that ends the wait: for a meeting, or for its words."""
-        if self.failure is not None:
-            raise self.failure
+        """Raise the failure of any rank; find why others refuse a meeting."""
+        failure = self._failure
         try:
-            failure = self._board.failure()
+            failure = failure or self._failure_told()
         except RuntimeError as lost:
-            failure = None if meeting is None else self._gone(lost)
+            failure = None if meeting is None else self._gone(meeting, lost)
         if failure is not None:
             raise failure
-        if not self.in_pass:
-            before, self._stand = self._stand, stand_of_main_thread()
-            if self._stand is not None and self._stand == before:  # at two looks: not on its way through
-                self._board.leave("stand", [self._came, self._board.rank, *self._stand])
-        if meeting is not None and not meeting.lengths.done():
-            self._look_at(meeting)
+        refusal = meeting and self._find(f"refusal/{meeting.call}")
+        if meeting is not None and refusal is not None:  # it is not kept back until all have come
+            if meeting.word[0] == AHEAD:
+                raise ValueError(refusal)
+            self._tell(meeting, ValueError(refusal))
 
-    def _look_at(self, meeting: Meeting) -> None:
-        """Look for what other ranks told of a call, or for why they have not come to it."""
-        gone, refusal = [self._board.find(f"{key}/{meeting.call}") for key in ("gone", "refusal")]
-        if gone is not None:
-            raise GoneError(gone)
-        if refusal is not None and meeting.word.how == AHEAD:
-            raise ValueError(refusal)
-        if refusal is not None:  # others may be late, and are not waited for
-            meeting.lengths.set_exception(ValueError(refusal))
-        elif meeting.word.how == WAITS:  # the main thread waits for this call, and begins nothing
-            self._look_for_the_absent(meeting)
+    def _look_for_late(self, meeting: Meeting, seconds: float) -> None:
+        """Raise RuntimeError if a rank waits elsewhere for this one; log which ranks have not come."""
+        late, here = self._late(meeting), meeting.fields.get("at", "a call of the ring")
+        for _, text, name, number in late:
+            if any(_begun(group) < number for group in c10d._world.pg_names if group.group_name == name):
+                raise RuntimeError(f"{text}, waits for rank {self._rank}, which waits at {here}")
+        if "at" in meeting.fields and seconds > WARN_AFTER:
+            absent = _listed(late)
+            logger.warning("rank %d has waited for %d s at %s, for %s", self._rank, seconds, here, absent)
 
-    def _look_for_the_absent(self, meeting: Meeting) -> None:
-        """Raise RuntimeError if a rank waits elsewhere for this one; log once which ranks have not come."""
-        rank, place = self._board.rank, meeting.signature.get("at")
-        stood = stand_before(meeting.call, self._board)
-        if stood is not None:
-            raise RuntimeError(f"{stood} waits for rank {rank}, which waits here")
-        if place is not None and time.monotonic() > self._warn_at:
-            self._warn_at = float("inf")
-            text = "rank %d of the sequence has waited for %d s at %s, for %s"
-            logger.warning(text, rank, WARN_AFTER, place, self._board.absent(meeting.call) or "a message")
+    def _late(self, meeting: Meeting) -> list[list[Any]]:
+        """Return the last notes of ranks that left none since a meeting: number, place, group, collective."""
+        ranks = range(len(self._order))
+        notes = [self._find(f"at/{rank}", [0, f"rank {rank}, last at no place", "", 0]) for rank in ranks]
+        return [note for note in notes if note[0] < meeting.call]
 
-    def _gone(self, error: RuntimeError) -> GoneError:
+    def _gone(self, meeting: Meeting, error: RuntimeError) -> Exception:
+        """Return why an exchange failed."""
+        refusal, here = self._find(f"refusal/{meeting.call}"), meeting.fields.get("at")
+        if refusal is not None:
+            return ValueError(refusal)
+        waits = "" if here is None else f" is at {here}, and waits for {_listed(self._late(meeting))}"
         return GoneError(
-            f"on rank {self._board.rank} of {len(self._order)}: another rank of the ring has gone or did not "
+            f"rank {self._rank} of {len(self._order)}{waits}: another rank of the ring has gone or did not "
             f"come to this call, before its first ring step; look for the first error among the others "
             f"({error})"
         )
 
+    def _claims(self, meeting: Meeting) -> dict[int, Told]:
+        """Return the claims of all ranks, or of one that refuses; the ranks that are gone have none."""
+        refusal = self._find(f"refusal/{meeting.call}")
+        if refusal is not None:
+            return {self._rank: ({}, refusal)}
+        self._leave(f"claim/{meeting.call}/{self._rank}", dict(meeting.fields))
+        keys = [f"claim/{meeting.call}/{rank}" for rank in range(len(self._order))]
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(keys, ANSWER_WITHIN)  # for all together, however many are gone
+        gone = {"answer": f"none within {ANSWER_WITHIN.seconds} s"}
+        return {rank: (self._find(key, gone), None) for rank, key in enumerate(keys)}
 
-def stand_of_main_thread() -> tuple[str, int, str] | None:
-    """Return the collective that the main thread has called and that has not ended: group, number, text.
+
+def stand_of_main_thread() -> tuple[str, str, int] | None:
+    """Return the collective in which the main thread waits: text, group, number.
 
     Collectives of a group are numbered, alike on its ranks. A text is "all_reduce at train.py:41".
     """
@@ -242,17 +294,11 @@ def stand_of_main_thread() -> tuple[str, int, str] | None:
         return None
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch."):
         frame = frame.f_back
-    return group.group_name, _begun(group), f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}", group.group_name, _begun(group)
 
 
-def stand_before(call: int, board: Board) -> str | None:
-    """Return the stand of a rank that came to no such call, in a collective that this rank has not begun."""
-    came, rank, name, number, text = board.find("stand") or (call, 0, "", 0, "")
-    if came >= call:
-        return None
-    if not any(_begun(group) < number for group in c10d._world.pg_names if group.group_name == name):
-        return None
-    return f"rank {rank} of the ring, in {text},"
+def _listed(late: list[list[Any]]) -> str:
+    return "; ".join(text for _, text, *_ in late) or "a message"
 
 
 def _begun(group: Any) -> int:

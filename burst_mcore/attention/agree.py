@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 
-from burst_mcore.agreement import DESTROYED, Agreed, Agreement, refusing
+from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement, Claim, Ring
+from burst_mcore.agreement.watch import DESTROYED
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.replay import Recompute
 from burst_mcore.attention.request import Request
@@ -14,15 +17,15 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
 
 
-def agreement_of(topology: Topology) -> Agreement | None:
-    """Return the agreement of a ring's ranks, made at its first use; None for a single rank."""
+def agreement_of(topology: Topology) -> Agreement:
+    """Return the agreement of a ring's ranks, made at its first use."""
     ring = topology.communicators
     if ring is None:
-        return None
+        return ALONE
     if ring.destroyed:
         raise RuntimeError(DESTROYED)
     if ring.agreement is None:
-        ring.agreement = Agreement(ring.control, ring.ranks, topology.rank, ring.abort)
+        ring.agreement = Ring(ring.control, ring.ranks, topology.rank, ring.abort)
     return ring.agreement
 
 
@@ -31,7 +34,7 @@ def agree_on_call(
     topology: Topology,
     needs_gradient: bool,
     recompute: Recompute,
-    agreement: Agreement | None,
+    agreement: Agreement,
 ) -> tuple[Call, Agreed]:
     """Return the call that all ranks make, and their agreement, which says how many tokens each rank holds.
 
@@ -43,11 +46,11 @@ def agree_on_call(
     """
     tokens, size = request.shard.tokens, request.ranks.size
     even = (tokens,) * size
-    if agreement is None:
+    if size == 1:
         return call_of(request, even), Agreed(lengths=even)
     signature = {**request.signature, "gradient wanted": str(needs_gradient), **recompute.signature}
     problem, kind, may_go_ahead = None, None, False
-    with refusing(agreement):
+    with agreement.refusing():
         try:  # as it is if all ranks hold as many tokens
             call = call_of(request, even)
             if_even = call.signature
@@ -58,16 +61,15 @@ def agree_on_call(
             kind = "forward", needs_gradient, *recompute.signature.values(), *_kind(request, call)
             transport = transport_of(topology, call.route, request.config.max_ctas)
             may_go_ahead = transport.connected(passes_of(call, needs_gradient))
-    agreed = agreement.meet(
-        {"pass": "forward", **signature}, if_even, tokens, kind=kind, may_go_ahead=may_go_ahead
-    )
+    claim = Claim({"pass": "forward", **signature}, (tokens,), if_even, kind, may_go_ahead)
+    agreed = agreement.meet(claim)
     if agreed.lengths == even:
         if problem is not None:
             raise problem
         return call, agreed
-    with refusing(agreement):  # perhaps of this rank alone: its kernels are its own
+    with agreement.refusing():  # perhaps of this rank alone: its kernels are its own
         call = call_of(request, agreed.lengths)
-    known = agreement.meet({"pass": "forward, lengths known", **signature, **call.signature})
+    known = agreement.meet(Claim({"pass": "forward, lengths known", **signature, **call.signature}))
     return call, agreed._replace(label=known.label)
 
 
@@ -87,7 +89,7 @@ def agree_on_backward(
     request: Request,
     call: Call,
     forward: Agreed,
-    agreement: Agreement | None,
+    agreement: Agreement,
     transport: GroupTransport,
     *,
     through_lse: bool,
@@ -96,13 +98,19 @@ def agree_on_backward(
 
     A call that goes ahead is looked at before the whole backward of autograd returns.
     """
-    if agreement is None:
-        return Agreed()
     lse = {"pass": "backward", "gradient through lse": str(through_lse)}
     in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
-    return agreement.meet(
+    claim = Claim(
         {**lse, **request.signature, **call.signature},
         kind=("backward", request.shard, request.config, request.scores, call.route, through_lse),
         may_go_ahead=in_autograd and transport.connected((call.direction,)),
         of_call=forward.number,
     )
+    return agreement.meet(claim)
+
+
+def least(agreement: Agreement, value: float) -> float:
+    """Return the least of all ranks' values, not negative: such floats are ordered as their bits are."""
+    bits = struct.unpack("q", struct.pack("d", value))
+    agreed = agreement.meet(Claim({"pass": "least of all"}, bits))
+    return float(struct.unpack("d", struct.pack("q", min(agreed.lengths)))[0])

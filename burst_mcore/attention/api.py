@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from burst_mcore.agreement import refusing
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.checks import check_parts, no_topology
 from burst_mcore.attention.compiled import Keyed, attention_forward, key_in_graph
@@ -102,7 +101,7 @@ def burst_attention(
     else:
         if not isinstance(topology, Topology):
             raise no_topology(topology)
-        telling = refusing(agreement_of(topology))
+        telling = agreement_of(topology).refusing()
     with telling:
         tensors, rotates = tensors_of(q, k, v, latent, sinks, unknown)
     options = Options(topology, mask, config, softmax_scale, softcap, *extra_results, rotates)
@@ -123,7 +122,7 @@ def _attended(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor, Tenso
             return out, lse, max_logit
         key = key_in_graph(*options)
     else:
-        with refusing(agreement_of(options.topology)):
+        with agreement_of(options.topology).refusing():
             request = validate(tensors, options)
         plain = all([type(x) in _PLAIN for x in tensors])  # a subclass is unwrapped by the dispatcher
         if entered.in_checkpoint or (plain and not is_in_torch_dispatch_mode()):

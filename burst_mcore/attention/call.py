@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_mcore.agreement import Signature
+from burst_mcore.agreement.claims import Signature
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.rows import Rows, spans
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from burst_mcore.agreement import Agreed, refusing
+from burst_mcore.agreement.agreement import Agreed
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.function import Saved, run_backward, run_forward
 from burst_mcore.attention.replay import NOTHING_KEPT, CallId, compare, entered
@@ -73,7 +73,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, the max logits and a ticket; lse and max logits are uninitialised unless requested."""
     options, tensors = _options(key), Tensors(q, k, v, sinks, up)
-    with refusing(agreement_of(options.topology)):
+    with agreement_of(options.topology).refusing():
         request = validate(tensors, options)
         compare(CallId(request, entered.layer, options.topology))
     results = run_forward(request, options.topology, tensors, needs_gradient, NOTHING_KEPT)
@@ -109,7 +109,7 @@ def attention_backward(
     """Return the gradients of q, k, v, sinks and up; empty for a missing input."""
     _forget_tickets()
     options, entry = _options(key), _KEPT.get(ticket.data_ptr())
-    with refusing(agreement_of(options.topology)):
+    with agreement_of(options.topology).refusing():
         request = validate(Tensors(q, k, v, sinks, up), options)
         if entry is not None and not entry[0].expired():
             _, record, on_ring = entry

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Never
 import torch
 from torch import Tensor
 
-from burst_mcore.agreement import Agreed, Agreement, refusing
-from burst_mcore.attention.agree import agree_on_backward, agree_on_call, agreement_of, passes_of
+from burst_mcore.agreement.agreement import Agreed, Agreement
+from burst_mcore.attention.agree import agree_on_backward, agree_on_call, agreement_of, least, passes_of
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
@@ -131,10 +131,10 @@ def attend(tensors: Tensors, request: Request, topology: Topology) -> tuple[Tens
         return _applied(request, topology, needs_gradient, NOTHING_KEPT, *tensors)[:3]
     call_id = CallId(request, entered.layer, topology)
     agreement = agreement_of(topology)
-    with refusing(agreement):
+    with agreement.refusing():
         recompute = recompute_of(call_id)
     out, lse, max_logit, suffix = _applied(request, topology, needs_gradient, recompute, *tensors)
-    with refusing(agreement):
+    with agreement.refusing():
         for recording in entered.recordings:
             recording.record(call_id, recompute.suffix or suffix)
     return out, lse, max_logit
@@ -153,7 +153,7 @@ def run_forward(
 ) -> Results:
     """Agree with the other ranks on a call, and run its forward."""
     agreement = agreement_of(topology)
-    with refusing(agreement):
+    with agreement.refusing():
         if tensors.q.is_cuda:
             refuse_capture("burst_attention")
         if recompute.keep:
@@ -161,17 +161,17 @@ def run_forward(
     call, agreed = agree_on_call(request, topology, needs_gradient, recompute, agreement)
     tokens = agreed.lengths[call.rank]
     with _in_pass(agreement, tensors.q.device):
-        if agreement is not None and recompute.at_most:  # a collective: ranks without free memory join, too
-            recompute = replace(recompute, keep=agreement.least(recompute.keep))
+        if recompute.at_most:  # a collective: ranks without free memory join, too
+            recompute = replace(recompute, keep=least(agreement, recompute.keep))
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(call, needs_gradient):
             transport.connect(pass_)
-        transport = transport.labelled(agreed.label) if agreement else transport
+        transport = transport.labelled(agreed.label)
         attended = _ring_forward(call, transport, tensors, recompute.suffix, tokens)
         results = _results(call, tensors, attended, agreed)
         if entered.in_checkpoint and recompute.suffix is None:
             results = results._replace(suffix=_suffix(request, call, attended, results, recompute))
-    if agreement is not None and not needs_gradient and not entered.in_checkpoint:
+    if not needs_gradient and not entered.in_checkpoint:
         agreement.settle()  # the error checks that a backward would settle
     return results
 
@@ -241,7 +241,7 @@ def run_backward(
     With a gradient dL of lse: d lse_i / d S_ij = P_ij, so dS = P * (dP - D) + dL P = P * (dP - (D - dL)).
     """
     agreement = agreement_of(topology)
-    with refusing(agreement):
+    with agreement.refusing():
         call = call_of(request, record.lengths)
         if dlse is not None:
             kernel, problem = request.config.kernel, call.problem
@@ -250,7 +250,7 @@ def run_backward(
     agreed = agree_on_backward(request, call, record, agreement, transport, through_lse=dlse is not None)
     with _in_pass(agreement, saved.out.device):
         transport.connect(call.direction)
-        transport = transport.labelled(agreed.label) if agreement else transport
+        transport = transport.labelled(agreed.label)
         dout = torch.zeros_like(saved.out) if dout is None else dout.contiguous()
         delta = row_delta(dout, saved.out)
         if dlse is not None:
@@ -311,11 +311,10 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _in_pass(agreement: Agreement | None, device: torch.device) -> Iterator[None]:
+def _in_pass(agreement: Agreement, device: torch.device) -> Iterator[None]:
     """Run a pass with autocast off and the device current; after a failed pass the agreement bars calls."""
     with contextlib.ExitStack() as contexts:
-        if agreement is not None:
-            contexts.enter_context(agreement.ring())
+        contexts.enter_context(agreement.ring())
         if device.type == "cuda":  # Triton launches on the current device, not on that of its tensors
             contexts.enter_context(torch.cuda.device(device))
         if torch.is_autocast_enabled(device.type):

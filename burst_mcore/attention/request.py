@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from burst_mcore.agreement import Latest, Signature
+from burst_mcore.agreement.claims import Signature
+from burst_mcore.agreement.watch import Latest
 from burst_mcore.attention.checks import (
     check_latent,
     check_settings,

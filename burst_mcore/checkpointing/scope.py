@@ -14,7 +14,6 @@ from typing import Protocol, Self
 
 import torch
 
-from burst_mcore.agreement import refusing
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.replay import (
     CallId,
@@ -120,7 +119,7 @@ class Record:
                 f"forward made {len(self.call_ids)}; the next was {call_id}: a checkpointed function must do "
                 f"the same both times"
             )
-            with refusing(agreement_of(call_id.topology)):  # the other ranks may wait for the call
+            with agreement_of(call_id.topology).refusing():  # the other ranks may wait for the call
                 raise error
 
 

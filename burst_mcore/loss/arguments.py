@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.agreement import REFUSED, Claim, Signature, alike, claims_of, disagreement, integers_of
+from burst_mcore.agreement.agreement import Claim
+from burst_mcore.agreement.claims import Signature
+from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.dtypes import DTYPES, wide
 from burst_mcore.loss.checksums import checksum, fingerprint
 from burst_mcore.loss.chunked import Head, automatic_chunk, chunk_bytes
@@ -75,20 +78,23 @@ class LossCall:
 def checked(a: LossArguments, wrong: str | None = None) -> LossCall:
     """Return the call if all ranks of its groups make the same call. wrong: an error of the caller's checks.
 
+    First tp_group agrees, and checks that the parts of the vocabulary fit; cp_group is told of errors.
+
     Raises:
         ValueError: on all ranks of the groups, if an argument of any is illegal; it names rank and argument.
     """
     groups = [g for g in (a.tp_group, a.cp_group) if isinstance(g, dist.ProcessGroup)]
     groups = [g for g in groups if dist.get_world_size(g) > 1]
-    tp_group = a.tp_group if a.tp_group in groups else None
-    numbers, valid_tokens, error = [0, 0, 0, 0], 0, _wrong(a, tp_group) or wrong
-    if error is None:
-        *labels, negative, valid_tokens = _values(a)
-        error = _wrong_weights(a.weights) if negative else None
-        numbers = [len(a.weight), *labels, 0]
-    if tp_group is not None and error is None:
-        numbers[3] = fingerprint(a.weight)
-    everyones = _agreed(a, groups, tp_group, error, numbers, valid_tokens)
+    tp_group, cp_group = (g if g in groups else None for g in (a.tp_group, a.cp_group))
+    device = a.hidden.device if isinstance(a.hidden, Tensor) and a.hidden.is_cuda else None
+    of_vocabulary, of_tokens = (agreement_over(group, device) for group in (tp_group, cp_group))
+    with of_tokens.refusing():
+        with of_vocabulary.refusing():
+            numbers, valid_tokens = _numbers(a, tp_group, wrong)
+            claim = Claim(_signature(a) if tp_group is None else _signature_of_tokens(a), numbers)
+        everyones = of_vocabulary.meet(claim).numbers
+        _refuse(_wrong_together(a, everyones, valid_tokens))
+    of_tokens.meet(Claim(_signature(a)))
     rank = 0 if tp_group is None else dist.get_rank(tp_group)
     rows = [each[0] for each in everyones]
     return LossCall(
@@ -96,7 +102,7 @@ def checked(a: LossArguments, wrong: str | None = None) -> LossCall:
         vocabulary=Vocabulary(sum(rows), sum(rows[:rank]), rows[rank], tp_group),
         ignore_index=a.ignore_index,
         reduction=a.reduction,
-        cp_group=a.cp_group if a.cp_group in groups else None,
+        cp_group=cp_group,
         sequence_parallel=a.sequence_parallel and tp_group is not None,
         chunk_tokens=None if isinstance(a.chunk_tokens, str) else a.chunk_tokens,
         grad_weight_dtype=a.grad_weight_dtype,
@@ -106,40 +112,19 @@ def checked(a: LossArguments, wrong: str | None = None) -> LossCall:
     )
 
 
-def _agreed(
-    a: LossArguments,
-    groups: list[dist.ProcessGroup],
-    tp_group: dist.ProcessGroup | None,
-    error: str | None,
-    numbers: list[int],
-    valid_tokens: int,
-) -> list[list[int]]:
-    """Return the numbers of all ranks of tp_group, if all ranks of `groups` make the same legal call.
-
-    First tp_group compares, and checks that the parts of the vocabulary fit. The other group learns of an
-    error there, too, so that all ranks raise.
-    """
-    signature = whole_signature = _signature(a)
-    if tp_group is not None and error is None:
-        whole_signature = signature | _signature_of_tokens(a)
-    device = a.hidden.device if isinstance(a.hidden, Tensor) and a.hidden.is_cuda else None
-    table = [[Claim(whole_signature, error).number, *numbers]]
-    if tp_group is not None:
-        table = integers_of(tp_group, table[0], device)
-    everyones = [row[1:] for row in table]
-    claims = [row[0] for row in table]
-    if REFUSED not in claims:  # legal each by itself
-        error = _wrong_together(a, everyones, valid_tokens)
-    agreed = alike(claims) and error is None
-    for group in groups:
-        if group is not tp_group:
-            mine = Claim(signature, None if agreed else "in the other group").number
-            agreed = alike(claim for (claim,) in integers_of(group, [mine], device)) and agreed
-    if agreed:
-        return everyones
-    if not groups:
+def _refuse(error: str | None) -> None:
+    if error is not None:
         raise ValueError(error)
-    raise ValueError(disagreement(claims_of(groups, Claim(whole_signature, error))))
+
+
+def _numbers(
+    a: LossArguments, tp_group: dist.ProcessGroup | None, wrong: str | None
+) -> tuple[tuple[int, ...], int]:
+    """Return the numbers that tp_group compares, and the number of valid labels, if `a` is legal."""
+    _refuse(_wrong(a, tp_group) or wrong)
+    *labels, negative, valid_tokens = _values(a)
+    _refuse(_wrong_weights(a.weights) if negative else None)
+    return (len(a.weight), *labels, 0 if tp_group is None else fingerprint(a.weight)), valid_tokens
 
 
 def _wrong(a: LossArguments, tp_group: dist.ProcessGroup | None) -> str | None:
@@ -259,7 +244,7 @@ def _wrong_weights(weights: Tensor | None) -> str:
     return f"weights must be finite and at least 0, got {weights.min().item()} to {weights.max().item()}"
 
 
-def _wrong_together(a: LossArguments, everyones: list[list[int]], valid_tokens: int) -> str | None:
+def _wrong_together(a: LossArguments, everyones: Sequence[Sequence[int]], valid_tokens: int) -> str | None:
     """Return the error in labels or parts of the vocabulary, the same on all ranks of tp_group."""
     rows = [numbers[0] for numbers in everyones]
     size = sum(rows)
@@ -278,7 +263,7 @@ def _wrong_together(a: LossArguments, everyones: list[list[int]], valid_tokens: 
     return None
 
 
-def _signature(a: LossArguments) -> Signature:
+def _signature(a: LossArguments) -> dict[str, str]:
     """Return the fields that must be the same on all ranks of both groups."""
     dtype, dim = getattr(a.hidden, "dtype", None), getattr(a.hidden, "shape", (None,))[-1:]
     learn = [bool(getattr(x, "requires_grad", False)) for x in (a.hidden, a.weight, a.bias)]
@@ -296,10 +281,11 @@ def _signature(a: LossArguments) -> Signature:
 
 
 def _signature_of_tokens(a: LossArguments) -> Signature:
-    """Return the fields that must be the same on all ranks of tp_group as well."""
+    """Return the fields that must be the same on all ranks of tp_group."""
     tensors = [a.labels] if a.weights is None else [a.labels, a.weights]
     sums = torch.stack([checksum(x) for x in tensors]).tolist()
     return {
+        **_signature(a),
         "shape of labels": str([*a.labels.shape]),
         "checksums of labels, and of weights or temperatures": str(sums),
         "chunk_tokens": str(a.chunk_tokens),

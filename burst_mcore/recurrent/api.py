@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from burst_mcore.agreement import refusing
 from burst_mcore.recurrent.exchange import halo_of, resized, scanned
 from burst_mcore.recurrent.kernels import Recurrence, Tensors
 from burst_mcore.recurrent.runs import Runs
-from burst_mcore.recurrent.sequence import Shards, behind_exchange
+from burst_mcore.recurrent.sequence import Shards
 
 
 def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
@@ -31,17 +30,17 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
         RuntimeError: a rank has gone, or failed after the exchange.
     """
     agreement = shards.agreement(shards.scan)
-    with refusing(agreement):
+    with agreement.refusing():
         _check(tensors, kernel.dim, shards, kernel.name)
         runs = Runs(kernel, tensors, shards)
     with torch.autocast(runs.like.device.type, enabled=False):  # states stay in float32
-        with refusing(agreement):
+        with agreement.refusing():
             outs = runs.from_zero()
             if not any(shards.scan().programs):
                 return torch.cat(outs, kernel.dim)
             states, maps = runs.states(), runs.maps()
         starts = scanned(shards, states, maps, backward=False)
-        with behind_exchange(agreement):
+        with agreement.ring():  # the other ranks are in later calls by then
             return runs.outputs(outs, states, maps, starts)
 
 
@@ -62,14 +61,14 @@ def convolution(
         ValueError, RuntimeError: as `recurrence`.
     """
     agreement = shards.agreement(lambda: shards.halo(width - 1))
-    with refusing(agreement):
+    with agreement.refusing():
         _check((x,), dim, shards, "convolution")
         pieces, reach = shards.own, width - 1
         if pieces and (reach == 0 or len(pieces) == shards.topology.size == 1):
             return convolve(x)
         exchanges = any(shards.halo(reach).programs)
     halo = halo_of(x, dim, shards, reach) if exchanges else x.new_zeros(resized(x, dim, reach * len(pieces)))
-    with behind_exchange(agreement):
+    with agreement.ring():  # the other ranks are in later calls by then
         if not pieces:
             return x + halo.sum().to(x.dtype)
         lengths = [len(each.fragment.rows) for each in pieces]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from burst_mcore.agreement import Signature, refusing
+from burst_mcore.agreement.claims import Signature
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.executor import Buffer, Transport
 from burst_mcore.attention.schedule.actions import Recv, Send, Wait
@@ -115,7 +115,7 @@ class Passed(torch.autograd.Function):
         # Read once, as torch's checkpoints demand: here they rerun the caller's forward, with its exchanges.
         _, *saved = ctx.saved_tensors
         with torch.autocast(states.device.type, enabled=False):  # as in forward: see `recurrence`
-            with refusing(agreement_of(shards.topology)):
+            with agreement_of(shards.topology).refusing():
                 _refuse_second_derivatives()
                 ends = edges[:n], edges[many : many + n], gradients[:n]
                 of_middle = inputs.ahead(saved[n:], *ends) if n else ()
@@ -239,7 +239,7 @@ class _MovedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         assert ctx.saved_tensors  # a checkpoint reruns the caller's forward here, with its exchanges
-        with refusing(agreement_of(ctx.halo.shards.topology)):
+        with agreement_of(ctx.halo.shards.topology).refusing():
             _refuse_second_derivatives()
         return None, ctx.halo.carried(gradient, ctx.rows, backward=True)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from torch.utils.checkpoint import _StopRecomputationError
-
-from burst_mcore.agreement import Agreement, Signature, refusing
+from burst_mcore.agreement.agreement import ALONE, Agreement, Claim
+from burst_mcore.agreement.claims import Signature
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
@@ -66,8 +65,8 @@ class Shards:
     def _sharded(self) -> tuple[Layout, int, int, int, Ends]:
         return self.layout, self.tokens, self.topology.size, self.topology.intra_size, self.ends
 
-    def agreement(self, exchange: Callable[[], Exchange]) -> Agreement | None:
-        """Return the agreement of the ranks; None if no rank exchanges, so that no rank waits.
+    def agreement(self, exchange: Callable[[], Exchange]) -> Agreement:
+        """Return the agreement of the ranks; that of this rank alone if no rank exchanges.
 
         If this rank's exchange is illegal, other ranks may have legal documents, and wait in their exchange.
         """
@@ -75,7 +74,7 @@ class Shards:
             exchanges = any(exchange().programs)
         except Exception:  # the call raises it again, and tells the other ranks
             exchanges = True
-        return agreement_of(self.topology) if exchanges else None
+        return agreement_of(self.topology) if exchanges else ALONE
 
     @contextmanager
     def exchanging(self, signature: Signature) -> Iterator[Transport]:
@@ -89,40 +88,18 @@ class Shards:
         """
         topology = self.topology
         agreement = agreement_of(topology)
-        with refusing(agreement):
+        with agreement.refusing():
             transport = transport_of(topology, Route(1, topology.size, direct=True), self.max_ctas)
-        if agreement is None:
-            yield transport
-            return
         sharded = {
             "layout": str(self.layout),
             "tokens": str(self.tokens),
             "documents": digest(str(self.ends)),
         }
-        outcome = agreement.meet(
-            {**signature, **sharded},
-            kind=tuple(signature.items()),
-            may_go_ahead=transport.connected((Pass.KV,)),
-        )
+        kind, ahead = tuple(signature.items()), transport.connected((Pass.KV,))
+        agreed = agreement.meet(Claim({**signature, **sharded}, kind=kind, may_go_ahead=ahead))
         with agreement.ring():
             transport.connect(Pass.KV)
-            yield transport.labelled(outcome.label)
-
-
-@contextmanager
-def behind_exchange(agreement: Agreement | None) -> Iterator[None]:
-    """Wrap the work of a call after its exchange: as in a ring, an error bars later calls.
-
-    The other ranks are in later calls by then, which could match the next calls of a rank that skips a batch.
-    """
-    stop: Exception | None = None
-    with nullcontext() if agreement is None else agreement.ring():
-        try:
-            yield
-        except _StopRecomputationError as early:  # no error: the checkpoint has recomputed enough
-            stop = early
-    if stop is not None:
-        raise stop
+            yield transport.labelled(agreed.label)
 
 
 @lru_cache(maxsize=256)

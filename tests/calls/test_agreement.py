@@ -1,8 +1,8 @@
 """What ranks compare, the words for how they differ, and the integers that they exchange."""
 
 import time
-from concurrent.futures import Future
 from datetime import timedelta
+from types import SimpleNamespace
 
 import limits
 import pytest
@@ -11,20 +11,14 @@ import torch.distributed as dist
 from ranks import on_ranks, processes
 from torch.distributed.distributed_c10d import _get_default_store
 
-from burst_mcore.agreement import (
-    Agreement,
-    Claim,
-    Latest,
-    alike,
-    board,
-    claims_of,
-    digest_of,
-    disagreement,
-    integers_of,
-    watch,
-)
-from burst_mcore.agreement.board import Board
-from burst_mcore.agreement.claims import AHEAD, WAITS, Word, differences, lengths_of
+from burst_mcore.agreement import watch
+from burst_mcore.agreement.agreement import Claim, Ring
+from burst_mcore.agreement.claims import differences, digest_of, numbers_of
+from burst_mcore.agreement.groups import agreement_over, integers_of
+from burst_mcore.agreement.watch import Latest, Meeting
+from burst_mcore.attention.agree import least
+
+ALL = {"call": "all"}
 
 
 def test_the_latest_entries_are_kept_in_order():
@@ -34,99 +28,130 @@ def test_the_latest_entries_are_kept_in_order():
     assert len(latest) == Latest.MOST and next(iter(latest.items())) == (10, -10)
 
 
-def test_a_thread_that_is_late_is_waited_for(monkeypatch):
+@pytest.fixture
+def alone(monkeypatch):
+    """A maker of one rank's end of a ring, over a store, without other ranks."""
+
+    def made(size=0, store=None):
+        monkeypatch.setattr(watch.c10d, "_get_default_store", lambda: store or dist.HashStore())
+        monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
+        return Ring(SimpleNamespace(group_name="a ring"), range(size), 0)
+
+    return made
+
+
+def test_a_thread_that_is_late_is_waited_for(monkeypatch, alone):
     """Else it would wake in an interpreter that has ended, which aborts the process."""
     monkeypatch.setattr(watch, "LOOK_EVERY", timedelta(seconds=0.1))
-    monkeypatch.setattr(watch.Watch, "_work", lambda _: time.sleep(0.5))
-    late = watch.Watch(None, (), Board(None, 0, 0), lambda: None)
-    late.meetings.put(watch.Meeting(1, Word(WAITS), {}, Future()))
-    late.start()
+    monkeypatch.setattr(Ring, "_work", lambda _: time.sleep(0.5))
+    late = alone()
+    late._post(Claim({}))
     late.close("it ends")
-    assert not late.thread.is_alive()
+    assert not late._thread.is_alive()
+
+
+def _judged(*claims, ahead=()):
+    """The first numbers of ranks that bring these claims, or their error; `ahead`: ranks that go ahead."""
+    words = [claim.word(ahead=rank in ahead) for rank, claim in enumerate(claims)]
+    told = [({**claim.signature, **(claim.if_even or {})}, claim.error) for claim in claims]
+    try:
+        return [number for number, *_ in numbers_of(words, lambda: dict(enumerate(told)))]
+    except ValueError as error:
+        return str(error)
 
 
 def test_every_field_and_error_tells_claims_apart():
     one, swapped = {"layout": "zigzag", "heads": "4"}, {"layout": "4", "heads": "zigzag"}
-    alike_ = [Claim(one), Claim({"heads": "4", "layout": "zigzag"})]
-    assert disagreement(dict(enumerate(alike_))) is None and alike([claim.number for claim in alike_])
+    assert _judged(Claim(one), Claim({"heads": "4", "layout": "zigzag"})) == [0, 0]
     others = [{"layout": "zigzag"}, one | {"heads": "5"}, one | {"more": ""}, swapped]
     assert len({digest_of(each) for each in [one, *others]}) == 5
     for other in others:
-        claims = [Claim(one), Claim(other)]
-        assert not alike(claim.number for claim in claims)
-        assert disagreement(dict(enumerate(claims))) is not None
-    claims = {0: Claim({"layout": "zigzag"}), 3: Claim({"layout": "striped"}, "no heads"), 5: Claim({}, "")}
-    assert disagreement(claims) == "rank 3: no heads; rank 5: "  # errors come before differences
-    assert not alike([claims[3].number, claims[3].number])
+        assert _judged(Claim(one), Claim(other)).startswith("ranks make different calls: ")
+    refusing = Claim({"layout": "striped"}, error="rank 3: no heads"), Claim({}, error="rank 5: ")
+    assert (
+        _judged(Claim({"layout": "zigzag"}), *refusing) == "rank 3: no heads; rank 5: "
+    )  # before differences
+    assert _judged(refusing[0], refusing[0]) == "rank 3: no heads"
 
 
 def test_differences_name_fields_values_and_ranks():
     signatures = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 4: {"a": "1"}, 5: {"a": "1", "b": "3"}}
     assert differences(signatures) == "b: 2 on ranks [0], 3 on ranks [1, 5], nothing on ranks [4]"
-    assert disagreement({rank: Claim(each) for rank, each in signatures.items()}) == (
-        "ranks make different calls: b: 2 on ranks [0], 3 on ranks [1, 5], nothing on ranks [4]"
+
+
+def test_claims_give_the_numbers_of_ranks_that_differ():
+    even, other = Claim({"a": "7"}, (5,), {"b": "8"}), Claim({"a": "7"}, (6,), {"b": "9"})
+    assert _judged(even, even) == [5, 5]
+    assert _judged(even, other) == [5, 6]  # what must be the same of even numbers alone may differ
+    assert _judged(even, even._replace(signature={"a": "3"})).endswith(": a: 7 on ranks [0], 3 on ranks [1]")
+    assert _judged(even, even._replace(if_even={"b": "9"})).endswith(": b: 8 on ranks [0], 9 on ranks [1]")
+    assert "hold [5, 6] tokens, but a rank went ahead" in _judged(even, other, ahead=[0])
+    assert _judged(even, other._replace(signature={"a": "3"})).startswith(
+        "ranks make different calls: a: 7 on"
     )
 
 
-def test_words_on_a_call_give_the_lengths_of_ranks_that_differ():
-    def verdict(*words):
-        return lengths_of(words, lambda: {rank: {"a": str(word.always)} for rank, word in enumerate(words)})
-
-    even, other = Word(WAITS, 7, 8, 5), Word(WAITS, 7, 9, 6)
-    assert verdict(even, even) == (5, 5)
-    assert verdict(even, other) == (5, 6)  # what must be the same of even lengths alone may differ
-    for unlike in (even._replace(always=3), even._replace(if_even=9)):
-        with pytest.raises(ValueError, match="make different calls"):
-            verdict(even, unlike)
-    with pytest.raises(ValueError, match=r"hold \[5, 6\] tokens, but a rank went ahead"):
-        verdict(even._replace(how=AHEAD), other)
-    with pytest.raises(ValueError, match=r"different calls: a: 7 on ranks \[0\], 3 on ranks \[1\]"):
-        verdict(even, other._replace(always=3))
-
-
 def _exchanged(rank, size):
-    """Integers over the pair of this rank, and claims over a grid of 2 x 2 by its rows and columns."""
+    """Integers over the pair of this rank, and errors over a grid of 2 x 2 by its rows, then its columns."""
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     row, column = rows[rank // 2], columns[rank % 2]
-    claims = claims_of([row, column], Claim({"rank": str(rank)}, "first" if rank == 0 else None))
-    return integers_of(row, [rank, -rank, 2**62]), disagreement(claims), list(claims)
+    across, within = agreement_over(column), agreement_over(row)
+    with pytest.raises(ValueError) as caught:
+        with across.refusing():
+            with within.refusing():
+                if rank == 0:
+                    raise ValueError("first")
+            within.meet(Claim({}))
+        across.meet(Claim({}))
+    with pytest.raises(ValueError, match=rf"r: {rank % 2} on ranks .*{rank % 2 + 2} on ranks"):
+        across.meet(Claim({"r": str(rank)}, (rank,)))
+    assert within.meet(Claim({}, (rank, 5))).lengths == (rank - rank % 2, rank - rank % 2 + 1)
+    return integers_of(row, [rank, -rank, 2**62]), str(caught.value)
 
 
 def test_ranks_of_a_grid_hear_of_each_other():
-    for rank, (table, error, ranks) in enumerate(processes(4, _exchanged)):
+    for rank, (table, error) in enumerate(processes(4, _exchanged)):
         first = rank - rank % 2
         assert table == [[first, -first, 2**62], [first + 1, -first - 1, 2**62]]
-        assert error == "rank 0: first" and ranks == [0, 1, 2, 3]
+        assert error == ("rank 0: first" if rank else "first")
 
 
 def _numbered(rank, size):
     """Calls over the world in another order of its ranks, of which rank 1 refuses one."""
     order = [2, 0, 1]
-    calls = Agreement(dist.group.WORLD, order, order.index(rank))
-    number, lengths, _ = calls.meet({"call of": "all"}, {"rank": str(rank)}, rows=rank)
-    with pytest.raises(ValueError, match="rank 2 of the ring refused this call: KeyError: 'no'") as caught:
-        if rank == 1:
-            calls.refuse(KeyError("no"))
-            raise ValueError("rank 2 of the ring refused this call: KeyError: 'no'")
-        calls.meet({"call of": "two"})
+    calls = Ring(dist.group.WORLD, order, order.index(rank))
+    first = calls.meet(Claim({"call of": "all"}, (rank,), {"rank": str(rank)}))
+    with pytest.raises((ValueError, KeyError)) as caught:
+        with calls.refusing():
+            if rank == 1:
+                raise KeyError("no")
+        calls.meet(Claim({"call of": "two"}))
     with pytest.raises(ValueError, match=r"call of: other on ranks \[0, 2\], 0 on ranks \[1\]"):
-        calls.meet({"call of": "0" if rank == 0 else "other"})
-    return number, lengths, calls.meet({}).number, calls.least(float(rank)), str(caught.value)[:6]
+        calls.meet(Claim({"call of": "0" if rank == 0 else "other"}))
+    return (
+        first.number,
+        first.lengths,
+        calls.meet(Claim({})).number,
+        least(calls, rank / 3),
+        str(caught.value),
+    )
 
 
 def test_numbered_calls_go_by_the_order_of_the_ring():
-    assert processes(3, _numbered) == [(1, (2, 0, 1), 4, 0.0, "rank 2")] * 3
+    for rank, found in enumerate(processes(3, _numbered)):
+        told = "'no'" if rank == 1 else "rank 2 of the ring refused this call: KeyError: 'no'"
+        assert found == (1, (2, 0, 1), 4, 0.0, told)
 
 
 def _told_of_a_failed_pass(rank, size, ahead):
     """Rank 1 fails in a pass, ahead of rank 0 or beside it, and makes no call that would tell so."""
-    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
-    calls.meet({"call": "all"}, kind="all")
+    calls, store = Ring(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls.meet(Claim(ALL, kind="all"))
     dist.barrier = lambda: None  # ranks.processes ends with one
     if rank == 1:
         for _ in range(2 * ahead):
-            calls.meet({"call": "all"}, kind="all", may_go_ahead=True)
+            calls.meet(Claim(ALL, kind="all", may_go_ahead=True))
         with pytest.raises(MemoryError), calls.ring():
             raise MemoryError("no memory left")
         store.set("failed", "")
@@ -136,7 +161,7 @@ def _told_of_a_failed_pass(rank, size, ahead):
     start = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match="rank 1 of the ring .*no memory left"):
         for _ in range(1 + ahead):
-            calls.meet({"call": "all"}, kind="all", may_go_ahead=ahead)
+            calls.meet(Claim(ALL, kind="all", may_go_ahead=ahead))
         calls.settle()
     seconds = time.monotonic() - start
     store.set("told", "")
@@ -161,79 +186,107 @@ class _LostStore:
 @on_ranks(2)
 def test_a_store_that_is_gone_hides_no_error(rank, size):
     """Rank 0 waits in vain, and then refuses a call; errors are those of the calls."""
-    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls, store = Ring(dist.group.WORLD, range(size), rank), _get_default_store()
     dist.barrier = lambda: None
     if rank == 1:
         limits.keys(store, "told")
         return
-    failed = Agreement(dist.group.WORLD, range(size), rank)
-    calls._board.store = failed._board.store = _LostStore()
-    calls.refuse(KeyError("no"))
+    failed = Ring(dist.group.WORLD, range(size), rank)
+    calls._store = failed._store = _LostStore()
+    with pytest.raises(KeyError), calls.refusing():
+        raise KeyError("no")
     with pytest.raises(RuntimeError, match="has gone or did not come to this call.*reset by peer"):
-        calls.meet({"call": "all"}, kind="all")
+        calls.meet(Claim(ALL, kind="all"))
     with pytest.raises(MemoryError), failed.ring():
         raise MemoryError("no memory left")
     store.set("told", "")
 
 
-def test_ranks_that_are_gone_are_waited_for_together(monkeypatch):
-    monkeypatch.setattr(board, "ANSWER_WITHIN", timedelta(seconds=1))
+def test_ranks_that_are_gone_are_waited_for_together(monkeypatch, alone):
+    monkeypatch.setattr(watch, "ANSWER_WITHIN", timedelta(seconds=1))
     store, start = dist.HashStore(), time.monotonic()
-    store.set("signature/0/63", '{"a": "1"}')
-    words = differences(Board(store, rank=0, size=64).signatures(0, {"a": "2"}))
-    assert words.startswith("a: 2 on ranks [0], nothing on ranks [1, 2, 3,")
+    store.set("burst_mcore/a ring/claim/0/63", '{"a": "1"}')
+    calls = alone(64, store)
+    claims = calls._claims(Meeting(0, [], {"a": "2"}))
+    words = differences({rank: fields for rank, (fields, _) in claims.items()})
+    assert "a: 2 on ranks [0], nothing on ranks [1, 2, 3," in words
     assert "1 on ranks [63]" in words and "answer: nothing on ranks [0, 63], none within 1 s" in words
     assert time.monotonic() - start < 30
+    store.set("burst_mcore/a ring/refusal/1", '"no heads"')  # of a rank that ended at once
+    assert calls._claims(Meeting(1, [], {})) == {0: ({}, "no heads")}
 
 
 class _Places(dist.HashStore):
     """A store of places, which goes with its process before the place of rank 3 is read."""
 
     def check(self, keys):
-        if keys[0] == "place/3":
+        if keys[0] == "at/3":
             raise RuntimeError("connection closed")
         return super().check(keys)
 
 
-def test_ranks_are_absent_that_came_to_fewer_places():
-    notes = Board(_Places(), rank=0, size=4)
-    for rank, place in enumerate(([5, "cp.shard"], [4, "a forward"])):
-        notes.leave(f"place/{rank}", place)
-    assert notes.absent(5) == "rank 1, last at a forward; rank 2, last at no place; rank 3, last at no place"
+def test_ranks_are_absent_that_came_to_fewer_places(alone):
+    calls = alone(4)
+    calls._store = _Places()
+    for calls._rank, (call, place) in enumerate([(5, "cp.shard"), (4, "a forward")]):
+        calls._leave_place(call, place)
+    listed = "rank 1, last at a forward; rank 2, last at no place; rank 3, last at no place"
+    assert watch._listed(calls._late(Meeting(5, [], {}))) == listed
 
 
 def _absent_for_good_reason(rank, size, with_rank_0):
     """Rank 1 waits for rank 2 in a collective, of which rank 0 has begun its part, or has none."""
     control, pair = dist.new_group(), dist.new_group([1, 2])
-    calls, group = Agreement(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
-    calls.come_to("the start")
+    calls, group = Ring(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
+    calls.meet(Claim({"at": "the start"}))
+    found = None
     if rank == 2:
-        limits.until(lambda: calls._board.find("stand"), "rank 1 did not tell where it is")
-        time.sleep(3)  # rank 0 looks at it thrice
+        limits.until(lambda: calls._find("at/1")[2], "rank 1 did not tell where it is")
+        found = calls._find("at/1")
+        time.sleep(7)  # rank 0 looks at it twice
     if rank or with_rank_0:
         dist.all_reduce(torch.ones(()), group=group, async_op=rank == 0)
-    calls.come_to("the end")
-    return calls._board.find("stand")
+    calls.meet(Claim({"at": "the end"}))
+    return found
 
 
 @pytest.mark.parametrize("with_rank_0", [False, True])
 def test_a_rank_that_is_absent_for_a_good_reason_is_waited_for(with_rank_0):
-    """No error comes; a rank that never began the collective gets one (test_what_is_refused)."""
-    for _, rank, *_, text in processes(3, _absent_for_good_reason, with_rank_0):
-        assert rank == 1 and text.startswith("all_reduce at ") and "test_agreement.py" in text
+    """No error comes; a rank that never began the collective gets one: see the test below."""
+    _, text, *_ = processes(3, _absent_for_good_reason, with_rank_0)[2]
+    assert text.startswith("rank 1, last at all_reduce at ") and "test_agreement.py" in text
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_for_one_in_a_collective_that_it_has_not_begun_is_told(rank, size):
+    """Each would wait for the other until the limit of its group."""
+    calls, group = Ring(dist.new_group(), range(size), rank), dist.new_group()
+    calls.meet(Claim({"at": "the start"}))
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(
+            RuntimeError, match="rank 1, last at all_reduce at .*, waits for rank 0, which .* end"
+        ):
+            calls.meet(Claim({"at": "the end"}))
+        dist.all_reduce(torch.ones(()), group=group)
+    else:
+        dist.all_reduce(torch.ones(()), group=group)
+        with pytest.raises(RuntimeError, match="rank 1, last at all_reduce"):
+            calls.meet(Claim({"at": "the end"}))
+    assert time.monotonic() - start < limits.AT_ONCE
 
 
 @on_ranks(2)
 def test_no_call_waits_for_a_ring_that_was_closed(rank, size):
     """Rank 0 closes its ring while it has calls under way and queued that rank 1 never makes."""
-    calls, store = Agreement(dist.group.WORLD, range(size), rank), _get_default_store()
-    calls.meet({"call": "all"}, kind="all")
+    calls, store = Ring(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls.meet(Claim(ALL, kind="all"))
     dist.barrier = lambda: None
     if rank == 1:
         limits.keys(store, "told")
         return
     for _ in range(3):
-        calls.meet({"call": "all"}, kind="all", may_go_ahead=True)
+        calls.meet(Claim(ALL, kind="all", may_go_ahead=True))
     calls.close()
     with pytest.raises(RuntimeError, match="the process groups of this ring were destroyed"):
         calls.settle()
@@ -247,10 +300,10 @@ def test_an_abort_that_fails_hides_no_error(rank, size):
     def abort():
         raise ValueError("the group is gone")
 
-    calls = Agreement(dist.group.WORLD, range(size), rank, abort)
-    calls.meet({"call": "all"}, kind="all")
-    calls.meet({"call": str(rank)}, kind="all", may_go_ahead=True)
+    calls = Ring(dist.group.WORLD, range(size), rank, abort)
+    calls.meet(Claim(ALL, kind="all"))
+    calls.meet(Claim({"call": str(rank)}, kind="all", may_go_ahead=True))
     with pytest.raises(ValueError, match="call: 0 on ranks .0., 1 on ranks .1."):
         calls.settle()
-    with pytest.raises(RuntimeError, match="make the process group anew"):
-        calls.meet({"call": "all"}, kind="all")
+    with pytest.raises(ValueError, match="call: 0 on .*make the process group anew"):
+        calls.meet(Claim(ALL, kind="all"))

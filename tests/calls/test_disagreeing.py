@@ -2,8 +2,9 @@
 
 import os
 import signal
+import sys
+import threading
 import time
-from concurrent.futures import Future
 
 import limits
 import pytest
@@ -15,8 +16,7 @@ from test_bad_input import LATENT, C, attend
 from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention
-from burst_mcore.agreement import Agreement
-from burst_mcore.agreement.claims import AHEAD
+from burst_mcore.agreement.agreement import Ring
 from burst_mcore.attention import resolve
 
 
@@ -171,15 +171,15 @@ def _interrupt_waits(error, *, agreed):
         signal.signal(signal.SIGALRM, ring_out)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         return
-    wait = Future.exception
+    leave = threading.Condition.__exit__
 
-    def waited(self, timeout=None):
-        answer = wait(self, timeout)
-        Future.exception = wait
-        ring_out()
-        return answer
+    def left(self, *arguments):
+        leave(self, *arguments)
+        if sys._getframe(1).f_code.co_name == "_answer":
+            threading.Condition.__exit__ = leave
+            ring_out()
 
-    Future.exception = waited
+    threading.Condition.__exit__ = left
 
 
 def _interrupted(rank, size, who, error, agreed):
@@ -214,9 +214,9 @@ def _interrupted(rank, size, who, error, agreed):
 @pytest.mark.filterwarnings("ignore")
 def test_an_interrupt_while_a_rank_waits_is_told_to_the_others_at_once(who, error, agreed):
     name = type(error).__name__
-    for rank, (message, seconds) in enumerate(processes(3, _interrupted, who, error, agreed)):
-        words = f"make the process group anew ({name}" if rank == who else f"rank {who} of the ring was inter"
-        assert words in message and name in message
+    for message, seconds in processes(3, _interrupted, who, error, agreed):
+        assert f"rank {who} of the ring was interrupted while it waited for the others: {name}" in message
+        assert "make the process group anew" in message
         assert seconds < limits.AT_ONCE, "an error that came by the limit of the group"
 
 
@@ -263,8 +263,8 @@ def test_a_backward_that_meets_another_call_is_an_error_on_every_rank(what, step
 
 def _noted():
     """Whether each agreement of this process goes ahead, from now on."""
-    looked, post = [], Agreement._post
-    Agreement._post = lambda self, word, *args: looked.append(word.how == AHEAD) or post(self, word, *args)
+    looked, post = [], Ring._post
+    Ring._post = lambda self, claim, *, ahead=False: looked.append(ahead) or post(self, claim, ahead=ahead)
     return looked
 
 

@@ -70,9 +70,9 @@ def test_initialize(rank, size):
     attempt(here(1, "loss"), model, words="_own_loss")
     attempt("dropout", _model("Llama", attention_dropout=0.1), words="attention_dropout is 0.1")
     attempt("model", "meta-llama/Llama-3.2-1B", words="give the model itself")
-    attempt("model", model_of(heads=2 if rank else 4), words="rank 1 has a LlamaForCausalLM of")
+    attempt("model", model_of(heads=2 if rank else 4), words="on ranks [0], a LlamaForCausalLM of")
     attempt(
-        "model", model_of(sliding_window=7 + rank, kind="Mistral"), words="rank 1 has a MistralForCausalLM"
+        "model", model_of(sliding_window=7 + rank, kind="Mistral"), words="on ranks [0], a MistralForCausalLM"
     )
     prompted = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     words = "PEFT's PROMPT_TUNING puts tokens of its own beside a sequence"

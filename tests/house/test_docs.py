@@ -163,6 +163,14 @@ def test_the_site_has_a_row_for_each_test_that_proves_something_of_megatron(scri
     assert not set(rows) & {*page.splitlines()}
 
 
+def test_the_table_of_scenarios_has_all_of_them(scripts):
+    """Its errors and times are of the run that wrote it."""
+    script = scripts("scenarios")
+    rows = page_of("troubleshooting.md").split(script["HEAD"])[1].split("\n\n")[0].splitlines()
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [*script["SCENARIOS"]]
+    assert len(rows) <= 12 and not [row for row in rows if "Error: " not in row]
+
+
 PUBLIC = ["", ".checkpointing", ".deepspeed", ".loss", ".recurrent", ".rollouts", ".torch"]
 
 

@@ -21,6 +21,7 @@ from sharded import own_results, whole_results
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
+from burst_mcore.agreement.agreement import Claim
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime import topology as module
@@ -233,7 +234,7 @@ def test_calls_that_go_ahead_meet_no_collective_of_the_model(rank, size):
     calls = agreement_of(Topology.from_group(group, intra_size=size))
     generator = random.Random(rank)
     for step in range(60):
-        calls.meet({"step": str(step)}, kind="step", may_go_ahead=True)
+        calls.meet(Claim({"step": str(step)}, kind="step", may_go_ahead=True))
         time.sleep(generator.random() * 4e-3)
         found = [torch.zeros(5, dtype=torch.int64) for _ in range(size)]
         dist.all_gather(found, torch.full((5,), rank + 10 * step), group=group)

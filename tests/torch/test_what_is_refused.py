@@ -41,8 +41,14 @@ def test_arguments(rank, size):
         ("config: ... lay_out ... layout", given(config={"lay_out": "striped"})),
         ("checkpointing: it must be one of ... , got 'some'", given(checkpointing="some")),
         ("reduction: it must be one of auto, mean, sum", given(reduction="average")),
-        ("model: rank 0 ... 12 parameters ... 21", given(model_of(num_hidden_layers=1 + rank))),
-        ("configuration: rank 0 has", given(loss="fused" if rank else "model")),
+        (
+            "model: ranks make different ... 12 parameters ... on ranks [0], ... 21 parameters",
+            given(model_of(num_hidden_layers=1 + rank)),
+        ),
+        (
+            "configuration: ranks make different calls: configuration: ",
+            given(loss="fused" if rank else "model"),
+        ),
     )
 
 
@@ -88,7 +94,10 @@ def test_batches_and_statistics(rank, size):
     refuses(
         (OTHERS, sharded({"input_ids": ids + rank, "labels": ids})),
         (OTHERS, sharded({"input_ids": ids, "of_rows": torch.ones(1) + rank})),
-        ((NOT_INTEGERS, "another rank: rank 0 of"), sharded({"labels": ids}, {"input_ids": ids})),
+        (
+            (NOT_INTEGERS, "another rank: rank 0: refused (batch): input_ids must be"),
+            sharded({"labels": ids}, {"input_ids": ids}),
+        ),
         (NOT_INTEGERS, sharded(None, {"input_ids": ids.double()})),
         ("batch: labels must be a tensor, or", sharded({**batch, "labels": [[1], [2, 3]]})),
         ("position_ids: a forward over sharded sequences needs", lambda: bare(**batch)),
@@ -170,7 +179,7 @@ def test_ranks_with_fewer_batches_in_a_loop_by_hand(rank, size, elsewhere):
         else:
             model(**batch)
 
-    places = f"at: cp.shard on ranks [0], {elsewhere} on ranks [1]. All ranks of a sequence"
+    places = f"at: cp.shard on ranks [0], {elsewhere} on ranks [1]"
     refuses((f"another rank: the ranks of the ring make different ... {places}", goes_on))
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from burst_mcore.agreement import Agreement, Latest
+from burst_mcore.agreement.agreement import Ring
+from burst_mcore.agreement.watch import Latest
 from burst_mcore.attention.runtime.companions import companion, timeout_of
 
 _NEVER_SENT = 2**31 - 1
@@ -49,7 +50,7 @@ class Communicators:
         self._made: dict[tuple[tuple[int, ...], str, str, int], Carrier] = {}
         self._own = [control]
         """The private groups of the ring, destroyed by `close`."""
-        self.agreement: Agreement | None = None
+        self.agreement: Ring | None = None
         """Set by the first call: see `agree.agreement_of`."""
         self.transports = Latest()
         """Transports by (ranks of a node, route): see `executor.transport_of`."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from burst_mcore.agreement import digest_of
+from burst_mcore.agreement.claims import digest_of
 from burst_mcore.layout import Layout, shard
 from burst_mcore.loss.checksums import checksum
 from burst_mcore.mask import Mask

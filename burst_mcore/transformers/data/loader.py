@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.agreement import integers_of
+from burst_mcore.agreement.agreement import Claim
+from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.layout import Layout
+from burst_mcore.transformers.agreement import refused_by_others
 from burst_mcore.transformers.data.batches import READ, apart, digest_of_batch, prepared, sharded
 from burst_mcore.transformers.errors import RefusedError
 
-END, FAILED = -1, -2
-"""States of a rank without a batch; states of batches are digests, which are not negative."""
+END = -1
+"""The state of a rank without a batch; states of batches are digests, which are not negative."""
 
 
 class ShardedLoader:
@@ -73,22 +76,13 @@ class ShardedLoader:
 
     def agreed(self, load: Callable[[], Any]) -> list[dict[str, Any]]:
         """Return the whole batches that the ranks load here; none where loads have ended. Collective."""
-        batch, state = None, END
-        problem: Exception | None = None
-        try:
+        batch, state, agreement = None, END, agreement_over(self.group)
+        with agreement.refusing(), contextlib.suppress(StopIteration):
             here = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in _mapping(load()).items()}
             batch = here if self.whole else prepared(here, **self._how)
             state = digest_of_batch(apart(batch)[0] if self.whole else batch)
-        except StopIteration:
-            pass
-        except Exception as error:  # of any kind: the others must not wait for this rank
-            state, problem = FAILED, error
-        table = [[state]] if self.group is None else integers_of(self.group, [state])
-        states = [state for (state,) in table]
-        if problem is not None:
-            raise problem
-        if FAILED in states:
-            raise RefusedError("another rank", f"rank {states.index(FAILED)} of the group has no batch")
+        with refused_by_others():
+            states = [*agreement.meet(Claim({}, (state,))).lengths]
         if END in states:
             if set(states) != {END}:
                 ended = [rank for rank, state in enumerate(states) if state == END]

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from burst_mcore.agreement import integers_of
+from burst_mcore.agreement.groups import integers_of
+from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import unshard
 from burst_mcore.loss.whole import gathered
@@ -54,24 +55,22 @@ class _Forwards:
 
     def _sharded(self, arguments: dict[str, Any]) -> Forward:
         """Prepare a forward over a shard, with labels (training, evaluation) or without."""
-        problem: Exception | None = None
         if not self.of.makes_loss:
             arguments = {name: x for name, x in arguments.items() if name not in OF_LOSS}
-        positions, valid, columns = None, 0, Columns.taken(arguments)
+        columns = Columns.taken(arguments)
         beside = ("a cache", cache_name(arguments)), ("TRL's fused head", asks_for_fused_head(arguments))
         types = self._types(arguments)
         own = ("attention of the caller's own", self.of.trusted), ("a mask of types of tokens", types)
         towers = ("towers", self.of.text is not None)
-        try:
+        topology = Topology.single() if self.of.group is None else self.of.topology
+        with agreement_of(topology).refusing():
             refuse("tree", columns.why_unsupported(self.of.model, *beside, *own, towers))
             self._refuse_whole_answers(arguments)
             arguments, positions, valid = self._own(arguments)
             self._refuse_columns({WEIGHTS: columns.weights}, positions.shape)
-        except Exception as error:  # of any kind: the others must not wait for this rank
-            problem, columns = error, Columns()
         has_loss = arguments.get("shift_labels") is not None
-        lengths, valid = self._exchange(problem, positions, valid, columns.number, has_loss, bool(types))
-        assert positions is not None
+        numbers = *positions.shape, valid, columns.number, has_loss, bool(types)
+        lengths, valid = self._compared(meet(topology, "a forward over shards", *numbers))
         whole = self._whole(positions, lengths).cpu()
         arguments |= {name: self._whole(x, lengths) for name, x in types.items()}
         ends = () if columns.tree is not None else _packed(documents(whole))
@@ -161,22 +160,9 @@ class _Forwards:
         """Return the column of which the model makes its masks, by its name, if it came."""
         return {name: x for name, x in arguments.items() if name == self.of.types and x is not None}
 
-    def _exchange(
-        self, problem: Exception | None, positions: Tensor | None, valid: int, tree: int, *has: bool
-    ) -> tuple[list[int], int]:
-        """Return (tokens of each rank, labels of all ranks); an error of one rank is an error of all."""
-        rows, tokens = (0, 0) if positions is None else positions.shape
-        if self.of.group is None:
-            if problem is not None:
-                raise problem
-            return [tokens], valid
-        meet(self.of.topology, "a forward over shards")
-        every = integers_of(self.of.group, [problem is not None, rows, tokens, valid, tree, *has])
-        failed, batch, lengths, labels, trees, *columns = (list(x) for x in zip(*every, strict=True))
-        if problem is not None:
-            raise problem
-        if any(failed):
-            raise RefusedError("another rank", f"ranks {_where(failed)} of the group refused their batch")
+    def _compared(self, numbers: list[list[int]]) -> tuple[list[int], int]:
+        """Return (tokens of each rank, labels of all ranks), if the numbers of all ranks go together."""
+        batch, lengths, labels, trees, *columns = (list(column) for column in zip(*numbers, strict=True))
         if len(set(batch)) > 1:
             raise RefusedError("batch", f"the ranks of the CP group have {batch} rows of one batch")
         for name, column in zip(("shift_labels", self.of.types), columns, strict=True):
