@@ -303,7 +303,9 @@ def tree_of(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) ->
             f"{brief(above.tolist())} and {brief(tokens.tolist())}"
         )
     for node in ((above < -1) | (above >= torch.arange(len(above)))).nonzero().flatten().tolist()[:1]:
-        raise ValueError(f"parent of node {node} must be a node before it, or -1 (a root), got {above[node]}")
+        raise ValueError(
+            f"the parent of node {node} must be a node before it, or -1 for a root, got {above[node]}"
+        )
     for node in (tokens < 0).nonzero().flatten().tolist()[:1]:
         raise ValueError(f"lengths must be numbers of tokens >= 0, got {int(tokens[node])} for node {node}")
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.cumsum(0)])
