@@ -48,9 +48,6 @@ class Copies:
         self.bytes = 0
         """Bytes that were received, or would have been received again."""
 
-    def connect(self, pass_: Pass) -> None:
-        """Do nothing: there are no peers."""
-
     def post(
         self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]
     ) -> Sequence[torch.cuda.Event]:

@@ -95,7 +95,8 @@ class Call:
 
     def keys_met(self, source: int) -> Rows:
         """Return the key rows of a ring rank that this rank's queries attend to."""
-        return spans(tuple([tile.k for tile in self.tiles(self.ring_rank, source)]))
+        tiles = tiles_of(self.plan, self.ring_rank, source, self.kernel.abilities)
+        return spans(tuple([tile.k for tile in tiles]))
 
     def program(self, pass_: Pass) -> Program:
         return program(self.rank, self.route, pass_, self.plan)
@@ -105,22 +106,6 @@ class Call:
         if pass_ not in self._bound:
             self._bound[pass_] = bind(self.program(pass_))
         return self._bound[pass_]
-
-    def tiles(
-        self,
-        q_rank: int,
-        k_rank: int,
-        *,
-        q_part: int | None = None,
-        k_part: int | None = None,
-        keys_stay: bool = False,
-    ) -> Tiles:
-        """Return the tiles of the queries of one ring rank, or one of its members, and the keys of another.
-
-        keys_stay: as in `Plan.pieces`.
-        """
-        which = self.plan, q_rank, k_rank, self.kernel.abilities
-        return tiles_of(*which, q_part=q_part, k_part=k_part, keys_stay=keys_stay)
 
     def prepare(self, pass_: Pass, device: torch.device) -> None:
         """Let the kernel get ready for all tiles of a pass."""
@@ -140,11 +125,12 @@ class Call:
         """Return the tiles of one compute of a pass."""
         key = pass_, action.source, action.part
         if key not in self._tiles:
-            ring_rank = self.ring_rank
+            own, source, part, abilities = self.ring_rank, action.source, action.part, self.kernel.abilities
             if pass_ == Pass.QUERY:
-                self._tiles[key] = self.tiles(action.source, ring_rank, k_part=action.part, keys_stay=True)
+                tiles = tiles_of(self.plan, source, own, abilities, k_part=part, keys_stay=True)
             else:
-                self._tiles[key] = self.tiles(ring_rank, action.source, q_part=action.part)
+                tiles = tiles_of(self.plan, own, source, abilities, q_part=part)
+            self._tiles[key] = tiles
         return self._tiles[key]
 
     @cached_property

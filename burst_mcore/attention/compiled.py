@@ -1,7 +1,8 @@
 """burst_attention as one opaque operator, for torch.compile and dispatch modes (selective checkpointing).
 
 An operator's schema allows only tensors, numbers and strings. So a graph carries the key of a call's options,
-and a ticket: a small tensor that identifies the other state that a forward saves for its backward.
+and a ticket: a small tensor with the record of a forward. An attribute of its storage, which detached copies
+share, has the record, too, and the other state for backward: the host would synchronize to read the values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from burst_mcore.agreement.agreement import Agreed
 from burst_mcore.attention.agree import agreement_of
@@ -36,22 +36,15 @@ _NUMBERS = itertools.count()
 _BY_KEY: WeakValueDictionary[str, Keyed] = WeakValueDictionary()
 _OF_GRAPHS: dict[Options, Keyed] = {}
 """The options in graphs, kept for the whole process: no event reports the end of a graph."""
-_KEPT: dict[int, tuple[StorageWeakRef, Agreed, tuple[Tensor, ...]]] = {}
-"""Saved state by the address of a live ticket: the record, and under head x ring q, k, v and lse on the ring.
-The host never reads a ticket's values, since that would synchronize."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def key_in_graph(*options: Any) -> str:
     """Return the key of options while Dynamo traces; its guards hold the objects."""
-    for each in list(_OF_GRAPHS):
-        communicators = each.topology.communicators
-        if communicators is not None and communicators.destroyed:
-            del _OF_GRAPHS[each]
+    for each in [x for x in _OF_GRAPHS if (ring := x.topology.communicators) and ring.destroyed]:
+        del _OF_GRAPHS[each]
     key_options = Options(*options)
-    if key_options not in _OF_GRAPHS:
-        _OF_GRAPHS[key_options] = Keyed(key_options)
-    return _OF_GRAPHS[key_options].key
+    return _OF_GRAPHS.setdefault(key_options, Keyed(key_options)).key
 
 
 def _options(key: str) -> Options:
@@ -59,12 +52,6 @@ def _options(key: str) -> Options:
     if keyed is None:
         raise RuntimeError("a traced call's options are gone: trace by torch.compile, which keeps them")
     return keyed.options
-
-
-def _forget_tickets() -> None:
-    for address, (storage, *_) in list(_KEPT.items()):
-        if storage.expired():
-            _KEPT.pop(address, None)
 
 
 @torch.library.custom_op("burst_mcore::attention_forward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
@@ -77,14 +64,12 @@ def attention_forward(
         request = validate(tensors, options)
         compare(CallId(request, entered.layer, options.topology))
     results = run_forward(request, options.topology, tensors, needs_gradient, NOTHING_KEPT)
-    lse, max_logit = _statistics(q)
-    lse = results.lse if results.lse.numel() else lse
-    max_logit = results.max_logit if results.max_logit.numel() else max_logit
+    pairs = zip((results.lse, results.max_logit), _statistics(q), strict=True)
+    lse, max_logit = (given if given.numel() else blank for given, blank in pairs)
     values = torch.tensor([results.record.number, *results.record.lengths], pin_memory=q.is_cuda)
     ticket = values.to(q.device, non_blocking=True)
-    _forget_tickets()
-    on_ring = () if results.saved.q is q else tuple(results.saved[:4])
-    _KEPT[ticket.data_ptr()] = StorageWeakRef(ticket.untyped_storage()), results.record, on_ring
+    on_ring = () if results.saved.q is q else results.saved[:4]  # under head x ring q, k, v and lse
+    ticket.untyped_storage().kept = results.record, on_ring  # type: ignore[attr-defined]
     return results.out, lse, max_logit, ticket
 
 
@@ -107,30 +92,26 @@ def attention_backward(
     up: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, key: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, sinks and up; empty for a missing input."""
-    _forget_tickets()
-    options, entry = _options(key), _KEPT.get(ticket.data_ptr())
+    options = _options(key)
     with agreement_of(options.topology).refusing():
         request = validate(Tensors(q, k, v, sinks, up), options)
-        if entry is not None and not entry[0].expired():
-            _, record, on_ring = entry
-        else:  # a hook has moved the ticket
-            record, on_ring = Agreed(int(ticket[0]), tuple(ticket[1:].tolist())), ()
-            if call_of(request, record.lengths).route.heads > 1:
-                raise RuntimeError(
-                    "a hook has moved the saved tensors of a compiled call whose ranks share heads: set "
-                    "head_parallel=1, or leave the call out of the graph (torch.compiler.disable)"
-                )
-    q, k, v, ring_lse, latent = *(on_ring or (q, k, v, lse)), k
-    saved = Saved(q, k, v, ring_lse, sinks, out, lse, latent if up is not None else None, up)
+        kept = getattr(ticket.untyped_storage(), "kept", None)
+        record, on_ring = kept or (Agreed(int(ticket[0]), tuple(ticket[1:].tolist())), ())
+        if kept is None and call_of(request, record.lengths).route.heads > 1:
+            raise RuntimeError(
+                "a hook has moved the saved tensors of a compiled call whose ranks share heads: set "
+                "head_parallel=1, or leave the call out of the graph (torch.compiler.disable)"
+            )
+    latent = k if up is not None else None
+    q, k, v, ring_lse = on_ring or (q, k, v, lse)
+    saved = Saved(q, k, v, ring_lse, sinks, out, lse, latent, up)
     gradients = run_backward(request, options.topology, record, saved, dout, dlse)
     return tuple(q.new_empty(0) if x is None else x for x in gradients)  # type: ignore[return-value]
 
 
 @attention_backward.register_fake
 def _(dout: Any, dlse: Any, *others: Any) -> Any:
-    q, k, v, sinks, up = others[:5]
-    dsinks, dup = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (sinks, up))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, dup
+    return tuple(others[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:5])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

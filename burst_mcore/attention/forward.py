@@ -100,11 +100,10 @@ class _Forward:
         inputs = *tensors, tile.pattern, self.call.scores
         running = self.softmax.running(tile.q) if kernel.in_place else None
         if kernel.in_place and running:
-            out, lse, fresh = running
+            (out, lse), fresh = running
             kernel.in_place.merge_forward(*inputs, out, lse, fresh=fresh)
         else:
-            out, lse = kernel.forward(*inputs)
-            self.softmax.add(tile.q, out, lse)
+            self.softmax.add(tile.q, kernel.forward(*inputs))
         if self.max_logit is not None:
             self.max_logit = self.max_logit.maximum(kernel.max_logit(*inputs))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -30,18 +29,9 @@ CALLS = 64
 
 @lru_cache(maxsize=CALLS)
 def call_of(request: Request, lengths: tuple[int, ...]) -> Call:
-    """Return the call of a request with lengths[r] tokens on rank r. Cached.
-
-    Raises:
-        ValueError: as `resolve`, on all ranks.
-    """
-    return resolve(request, lengths)
-
-
-def resolve(request: Request, lengths: Sequence[int]) -> Call:
     """Return the call with lengths[r] tokens on rank r; ValueError, on all ranks, if it is not legal."""
     n, size = sum(lengths), request.ranks.size
-    check_lengths(request.layout, tuple(lengths))
+    check_lengths(request.layout, lengths)
     request.mask.check(n)
     mask = request.mask.clipped(n)
     shard = replace(request.shard, tokens=request.layout.padded(n, size) // size)

@@ -23,8 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.geometry.shard import Ranks
-from burst_mcore.attention.kernels.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
+from burst_mcore.attention.kernels.reference import attend_to_cache
 from burst_mcore.attention.numerics.latent import Latent
 from burst_mcore.attention.replay import entered, of_layer
 from burst_mcore.attention.resolve import connect

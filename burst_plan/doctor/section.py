@@ -13,7 +13,7 @@ from burst_mcore.attention.choose import Question
 from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.kernel import Problem
-from burst_mcore.attention.kernels.table import choose, preferred
+from burst_mcore.attention.kernels.table import PREFERENCE, choose
 from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
 from burst_mcore.deepspeed.settings import part, refuse_config, sequence_parallel_size, zero
 from burst_mcore.layout import Layout
@@ -89,7 +89,7 @@ def examine(
     elif machine is None:
         yield f"kernel on this {kind}, {of_device}: {choose(section.attention.kernel, problem).name}"
     elif section.attention.kernel == "auto":
-        order = ", ".join(preferred(machine.capability, dtype))
+        order = ", ".join(x for x in PREFERENCE[machine.capability] if dtype.itemsize == 2 or x == "triton")
         yield f"kernel on {machine.name}, {of_device}: the first installed that supports the call, of {order}"
     else:
         kernel_words = f"{section.attention.kernel}, as the section asks (not checked here)"

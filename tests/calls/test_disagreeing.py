@@ -52,18 +52,18 @@ def _disagree(rank, size):
         "latent": {"latent": tuple(LATENT) if odd else LATENT},
         "bug": {"q": (1, 8, 4, 24)},  # resolved for the first time
     }
-    own = resolve.resolve
+    own = resolve.decide
     found = {}
     for what, call in calls.items():
         if what == "bug" and odd:
-            resolve.resolve = lambda *_: 1 / 0
+            resolve.decide = lambda *_: 1 / 0
         start = time.monotonic()
         with pytest.raises((ValueError, TypeError, ZeroDivisionError)) as caught:
             if what == "latent":
                 burst_attention(C.q, **call, topology=topology, mask=Mask.causal())
             attend(**{"topology": topology, **call})
         found[what] = str(caught.value), time.monotonic() - start
-        resolve.resolve = own
+        resolve.decide = own
         attend(topology=topology)  # signatures known to everyone: a later call must be caught as well
     return found
 

@@ -1,7 +1,9 @@
 """burst_attention as an operator: opcheck, compiled whole, and what it keeps alive."""
 
 import gc
+import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from dense import problem
 from ranks import on_ranks, processes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from burst_mcore import BurstConfig, Mask, burst_attention
 from burst_mcore.attention import compiled
@@ -203,14 +206,41 @@ def test_hooks_may_not_move_them_where_ranks_share_heads(rank, size):
         _moved(rank, size, BurstConfig(head_parallel=2))
 
 
-def test_a_ticket_is_forgotten_with_its_tensor():
+def test_the_saved_state_ends_with_its_ticket():
     keyed, p = Keyed(OPTIONS), problem(0, 16, dtype=torch.float32)
-    tickets = [attention_forward(*p[:3], None, None, keyed.key, True)[3] for _ in range(3)]
-    addresses = {ticket.data_ptr() for ticket in tickets}
-    assert addresses <= compiled._KEPT.keys()
-    del tickets
-    attention_forward(*p[:3], None, None, keyed.key, True)
-    assert len(addresses & compiled._KEPT.keys()) <= 1  # the new ticket may have the memory of an old one
+    ticket = attention_forward(*p[:3], None, None, keyed.key, True)[3]
+    state = ticket.untyped_storage().kept = {*ticket.untyped_storage().kept}
+    state, ticket = weakref.ref(state), ticket.detach()
+    gc.collect()
+    assert ticket.untyped_storage().kept is state()
+    del ticket
+    assert state() is None
+
+
+@on_ranks(1)
+def test_the_host_reads_no_ticket(rank, size):
+    """Also where a checkpoint keeps a detached ticket, or a policy keeps the results of the operator."""
+    del compiled.Agreed  # made of a ticket's values
+    topology, mask, p = Topology.single(), Mask.causal(), problem(0, 16, dtype=torch.float32)
+    must, other = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    operator = torch.ops.burst_mcore.attention_forward.default
+    contexts = partial(
+        create_selective_checkpoint_contexts, lambda _, op, *args, **kwargs: must if op is operator else other
+    )
+
+    def attend(q, k, v):
+        return burst_attention(q.sin(), k, v, topology=topology, mask=mask)
+
+    def gradients(run):
+        mine = [x.detach().clone().requires_grad_() for x in p[:3]]
+        run(*mine).backward(p[3])
+        return [x.grad for x in mine]
+
+    want = gradients(attend)
+    for run in (attend, torch.compile(attend, backend="aot_eager")):
+        checkpointed = partial(checkpoint, run, use_reentrant=False)
+        for each in (run, checkpointed, partial(checkpointed, context_fn=contexts)):
+            assert all(map(torch.equal, gradients(each), want))
 
 
 def test_captures_in_cuda_graphs_are_refused(monkeypatch):

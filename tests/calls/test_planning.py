@@ -50,7 +50,7 @@ def _planned(mask, layout):
 
 
 def _tiles(call):
-    return [call.tiles(3, source) for source in range(RANKS)]
+    return [tiles_of(call.plan, 3, source, call.kernel.abilities) for source in range(RANKS)]
 
 
 @pytest.fixture(autouse=True)

@@ -183,9 +183,6 @@ class MailboxTransport:
         self.sent: Counter[int] = Counter()  # bytes, by peer
         self.abandoned: list[Any] = []
 
-    def connect(self, name: str) -> None:
-        pass
-
     def post(self, channel: Any, messages: Any) -> list[Any]:
         works = []
         for action, block in messages:

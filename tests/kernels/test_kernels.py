@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from burst_mcore import BurstConfig, Mask, Topology, packages
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.shard import Ranks
-from burst_mcore.attention.geometry.tiles import Launches
+from burst_mcore.attention.geometry.tiles import Launches, tiles_of
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.table import KERNELS, choose, taking_delta
 from burst_mcore.attention.request import Options, request_of, shard_of
-from burst_mcore.attention.resolve import resolve
+from burst_mcore.attention.resolve import call_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ON_CPU = ("reference", "aten-cpu")
@@ -150,7 +150,7 @@ def _request(mask, config, tokens=64):
 
 @pytest.mark.parametrize(("mask", "name"), ON_GPU.items(), ids=str)
 def test_a_call_on_a_gpu_knows_what_its_mask_is_like(hopper, mask, name):
-    assert resolve(_request(mask, BurstConfig()), [64]).kernel.name == name
+    assert call_of.__wrapped__(_request(mask, BurstConfig()), (64,)).kernel.name == name
 
 
 def _packings(steps, n):
@@ -166,10 +166,11 @@ def _shapes_planned(masks, n, kernel="auto"):
     shapes, config = set(), BurstConfig(kernel=kernel, ring="flat")
     for mask in masks:
         request = replace(_request(mask, config, n // 4), rank=1, ranks=Ranks(4, 4))
-        call = resolve(request, [n // 4] * 4)
+        call = call_of.__wrapped__(request, (n // 4,) * 4)
         if call.kernel.name == "cudnn":
-            tiles = [tile.pattern for source in range(4) for tile in call.tiles(1, source)]
-            shapes |= {(*pattern.shape, pattern.causal) for pattern in tiles}
+            each = [tiles_of(call.plan, 1, source, call.kernel.abilities) for source in range(4)]
+            patterns = [tile.pattern for tiles in each for tile in tiles]
+            shapes |= {(*pattern.shape, pattern.causal) for pattern in patterns}
     return shapes
 
 

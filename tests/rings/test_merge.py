@@ -10,9 +10,9 @@ from burst_mcore.attention.numerics.merge import GradientSum, OnlineSoftmax
 
 def test_gradients_are_summed_in_float32():
     total = GradientSum(torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16))
-    total.add((range(4),), torch.full((1, 4, 1, 1), 256.0, dtype=torch.bfloat16))
+    total.add((range(4),), (torch.full((1, 4, 1, 1), 256.0, dtype=torch.bfloat16),))
     for _ in range(4):  # bfloat16 has 8 bits: 256 + 0.5 would stay 256
-        total.add((range(2),), torch.full((1, 2, 1, 1), 0.5, dtype=torch.bfloat16))
+        total.add((range(2),), (torch.full((1, 2, 1, 1), 0.5, dtype=torch.bfloat16),))
     assert total.result().flatten().tolist() == [258, 258, 256, 256]
     assert GradientSum(torch.ones(1, 2, 1, 1)).result().tolist() == torch.zeros(1, 2, 1, 1).tolist()
 
@@ -49,8 +49,8 @@ def test_any_rows_in_any_order_are_summed_and_merged(tiles, seed):
         scores[-1][:, :, order] = lse
         values.append(torch.zeros_like(like))
         values[-1][:, order] = out
-        total.add(tile, gradient)
-        softmax.add(tile, out, lse)
+        total.add(tile, (gradient,))
+        softmax.add(tile, (out, lse))
     torch.testing.assert_close(total.result(), sums)
     got, got_lse = softmax.result()
     if not tiles:

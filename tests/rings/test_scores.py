@@ -21,7 +21,7 @@ from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import KERNELS, taking_delta
 from burst_mcore.attention.kernels.wrappers import takes_delta
 from burst_mcore.attention.request import Options, Tensors, validate
-from burst_mcore.attention.resolve import resolve
+from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import shard
 
@@ -146,7 +146,7 @@ def test_kernels_are_told_to_be_deterministic():
     q = torch.zeros(1, 8, 2, 8)
     topology = Topology.single()
     options = Options(topology, Mask.causal(), BurstConfig(deterministic=True))
-    call = resolve(validate(Tensors(q, q, q), options), [8])
+    call = call_of.__wrapped__(validate(Tensors(q, q, q), options), (8,))
     assert call.problem.deterministic and call.scores.deterministic
     ask = replace(call.problem, device="cuda", dtype=torch.bfloat16)
     for name in ("cudnn", "aten-flash"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -28,19 +29,6 @@ class Piece(NamedTuple):
     step: int = 1
     shift: int = 0
 
-    @property
-    def full(self) -> bool:
-        """Whether every query attends to every key."""
-        return self.low == -UNBOUNDED and self.high == UNBOUNDED and self.step == 1
-
-    @property
-    def pairs(self) -> int:
-        """The number of attending query-key pairs."""
-        rows, columns = self.m1 - self.m0, self.n1 - self.n0
-        if self.step == 1:
-            return band_pairs(rows, columns, self.low, self.high)
-        return sum(band_pairs(len(q), len(k), low, high) for q, k, low, high in self.residues())
-
     def residues(self) -> list[tuple[range, range, int, int]]:
         """Return (rows, columns, low, high) of each residue, counted from the piece's corner."""
         residues = []
@@ -64,26 +52,20 @@ def listed(pieces: Tensor) -> list[Piece]:
     return [Piece(*row) for row in pieces.tolist()]
 
 
-def band_pairs(rows: int, columns: int, low: int, high: int) -> int:
-    """Return the number of pairs (m, n) of a rectangle with low <= n - m <= high."""
-    return _below(rows, columns, high) - _below(rows, columns, low - 1)
-
-
-def _below(rows: int, columns: int, high: int) -> int:
-    """Return the pairs with n - m <= high: the sum over m of clamp(m + high + 1, 0, columns)."""
-    first, last = max(0, -high), min(rows, columns - high - 1)  # rows with a summand between 0 and columns
-    if first >= last:
-        return columns * max(0, rows - max(0, columns - high - 1))
-    return (first + last - 1 + 2 * (high + 1)) * (last - first) // 2 + columns * (rows - last)
+def pairs_of(pieces: Iterable[Piece]) -> int:
+    """Return the number of attending query-key pairs."""
+    bands = [(len(q), len(k), low, high) for piece in pieces for q, k, low, high in piece.residues()]
+    return int(band_pairs_of(*torch.tensor(bands).view(-1, 4).unbind(1)).sum())
 
 
 def band_pairs_of(rows: Tensor, columns: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return `band_pairs` of many rectangles."""
-    return _below_of(rows, columns, high) - _below_of(rows, columns, low - 1)
+    """Return the number of pairs (m, n) of many rectangles with low <= n - m <= high."""
+    return _below(rows, columns, high) - _below(rows, columns, low - 1)
 
 
-def _below_of(rows: Tensor, columns: Tensor, high: Tensor) -> Tensor:
-    first, full = (-high).clamp(min=0), columns - high - 1
+def _below(rows: Tensor, columns: Tensor, high: Tensor) -> Tensor:
+    """Return the pairs with n - m <= high: the sum over m of clamp(m + high + 1, 0, columns)."""
+    first, full = (-high).clamp(min=0), columns - high - 1  # rows with a summand between 0 and columns
     last = torch.minimum(rows, full)
     ramp = (first + last - 1 + 2 * (high + 1)) * (last - first) // 2 + columns * (rows - last)
     return torch.where(first < last, ramp, columns * (rows - full.clamp(min=0)).clamp(min=0))
@@ -200,7 +182,7 @@ class Pattern:
         """The number of attending query-key pairs."""
         if self.fixed_table is not None:
             return int(self.fixed_table.sum())
-        return sum(piece.pairs for piece in self.pieces)
+        return pairs_of(self.pieces)
 
     @cached_property
     def table(self) -> Tensor:

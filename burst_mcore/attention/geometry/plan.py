@@ -166,19 +166,13 @@ class Plan:
 
     def member_rows(self, ring_rank: int, member: int) -> Rows:
         """Return the places of a member's rows among its ring rank's rows, in the member's order."""
-        ends = self.stretches(ring_rank, member)
-        return tuple(stretch.rows for stretch in ends)
+        return tuple(stretch.rows for stretch in self.stretches(ring_rank, member))
 
     def prefix(self, cut: int) -> Plan:
         """Return the plan of the prefix of queries before global position `cut`; later queries see no key."""
         if cut >= self.n:
             return self
-        key = "prefix", cut
-        if key not in self.cache:
-            mask = self.mask & prefix_mask(cut, self.n)
-            self.cache[key] = plan_of(self.layout, mask, self.n, self.placement)
-        head: Plan = self.cache[key]
-        return head
+        return plan_of(self.layout, self.mask & prefix_mask(cut, self.n), self.n, self.placement)
 
     @cached_on_plan
     def rows_from(self, ring_rank: int, cut: int) -> Rows:

@@ -30,6 +30,14 @@ from burst_mcore.attention.kernels.wrappers import takes_any_value_dim
 ABILITIES = Abilities(windows=True, packed=True)
 
 
+def _arguments(pattern: Pattern, q: Tensor, scores: Scores) -> dict[str, Any]:
+    """Return the arguments by name that the functions of versions 2 and 3 share: see `packages.call`."""
+    left, right = from_lower_right(pattern)
+    window = {"window_size": (left, right), "window_size_left": left, "window_size_right": right}
+    scaled = {"softmax_scale": scores.scale, "softcap": _softcap(scores)}
+    return {"causal": is_causal(pattern), **window, **scaled, **keywords(pattern, q)}
+
+
 def _flash2() -> Any:
     return packages.loaded("flash_attn.flash_attn_interface", "flash-attn", "2.6", "2.9")
 
@@ -40,31 +48,27 @@ def _flash2_supports(problem: Problem) -> str | None:
 
 
 def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
-    left, right = from_lower_right(pattern)
-    of = "_varlen" if pattern.packed else ""
+    arguments, of = _arguments(pattern, q, scores), "_varlen" if pattern.packed else ""
     results = packages.call(
         getattr(_flash2(), f"_flash_attn{of}_forward"),
-        *flat(pattern, q, k, v), **keywords(pattern, q), dropout_p=0.0, softmax_scale=scores.scale,
-        causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
-        window_size_right=right, softcap=_softcap(scores), alibi_slopes=None, return_softmax=False,
+        *flat(pattern, q, k, v), **arguments, dropout_p=0.0, alibi_slopes=None, return_softmax=False,
     )  # fmt: skip
     out, lse = results[0], results[5 if len(results) == 8 else 1]  # 8 results before 2.7
+    left, right = arguments["window_size"]
     if left >= 0 or right > 0:  # the kernel returns +inf for rows without a key
         lse.masked_fill_(lse == torch.inf, -torch.inf)
     return of_batch(pattern, out, lse, len(q))
 
 
 def _flash2_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-    left, right = from_lower_right(pattern)
     args = flat_inputs(pattern, inputs)
     gradients = _room(args)
     of = "_varlen" if pattern.packed else ""
     packages.call(
         getattr(_flash2(), f"_flash_attn{of}_backward"),
         args.dout, args.q, args.k, args.v, args.out, args.lse, *gradients,
-        **keywords(pattern, inputs.q), dropout_p=0.0, softmax_scale=scores.scale, causal=is_causal(pattern),
-        window_size=(left, right), window_size_left=left, window_size_right=right,
-        softcap=_softcap(scores), alibi_slopes=None, deterministic=scores.deterministic,
+        **_arguments(pattern, inputs.q, scores), dropout_p=0.0, alibi_slopes=None,
+        deterministic=scores.deterministic,
     )  # fmt: skip
     return gradients_of_batch(pattern, gradients, len(inputs.q))
 
@@ -86,26 +90,22 @@ def _flash3_supports(problem: Problem) -> str | None:
 
 
 def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
-    left, right = from_lower_right(pattern)
     out, lse, *_ = packages.call(
         _flash3()._flash_attn_forward,
-        *flat(pattern, q, k, _rows_dense(v)), **keywords(pattern, q), softmax_scale=scores.scale,
-        causal=is_causal(pattern), window_size=(left, right), window_size_left=left,
-        window_size_right=right, softcap=_softcap(scores),
-    )  # fmt: skip
+        *flat(pattern, q, k, _rows_dense(v)),
+        **_arguments(pattern, q, scores),
+    )
     return of_batch(pattern, out, lse, len(q))
 
 
 def _flash3_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-    left, right = from_lower_right(pattern)
-    args, causal = flat_inputs(pattern, inputs), is_causal(pattern)
+    args = flat_inputs(pattern, inputs)
     dq, dk, dv = _room(args)
     packages.call(
         _flash3()._flash_attn_backward,
-        args.dout, args.q, args.k, _rows_dense(args.v), args.out, args.lse,
-        **keywords(pattern, inputs.q), dq=dq, dk=dk, dv=dv, softmax_scale=scores.scale, causal=causal,
-        is_causal=causal, window_size=(left, right), window_size_left=left, window_size_right=right,
-        softcap=_softcap(scores), deterministic=scores.deterministic,
+        args.dout, args.q, args.k, _rows_dense(args.v), args.out, args.lse, dq=dq, dk=dk, dv=dv,
+        **_arguments(pattern, inputs.q, scores), is_causal=is_causal(pattern),
+        deterministic=scores.deterministic,
     )  # fmt: skip
     return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
 

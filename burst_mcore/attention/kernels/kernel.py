@@ -120,9 +120,9 @@ class InPlace(NamedTuple):
     """(inputs, pattern, scores, dq, *, fresh)."""
     add_dkv: Callable[..., None]
     """(inputs, pattern, scores, dk, dv, *, fresh)."""
-    at_once: Callable[[BackwardInputs, Scores], bool] = lambda inputs, scores: False
+    at_once: Callable[[BackwardInputs, Scores], bool]
     """Whether one launch computes all gradients of a tile (`add_all`), with one computation of scores."""
-    add_all: Callable[..., None] | None = None
+    add_all: Callable[..., None]
     """(inputs, pattern, scores, dq, dk, dv, *, fresh_dq, fresh_dkv)."""
 
 
@@ -168,7 +168,6 @@ class Kernel:
         if not at_once(inputs, scores):
             of_queries, of_keys = (partial(add, inputs, pattern, scores) for add in (add_dq, add_dkv))
             return (of_keys, of_queries) if queries_rotate else (of_queries, of_keys)
-        assert add_all
         rotating = tuple(
             torch.empty_like(x, dtype=wide(x.dtype), memory_format=torch.contiguous_format)
             for x in ((inputs.q,) if queries_rotate else (inputs.k, inputs.v))

@@ -1,4 +1,4 @@
-"""Attention of one tile in plain torch, on any device: the reference for tests of the other kernels.
+"""Attention of one tile in plain torch, on any device: the reference for tests, and for a cache of keys.
 
 It stores all scores. S = scale Q K^T, P = softmax(S), O = P V; the backward is that of `kernel.Backward`.
 Letters: B batch, M query rows, N key rows, H K/V heads, G query heads of a K/V head, D head dim.
@@ -77,3 +77,24 @@ PLAIN = Kernel("reference", _supports, _forward, _backward, takes_delta=True, ab
 """The plain kernel: where a table joins several documents, NaN of one document reaches the others."""
 KERNEL = keeps_nan_where_seen(PLAIN)
 KERNELS = (KERNEL,)
+
+
+def attend_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scores: Scores, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend to a cache by the reference kernel, which stores all scores.
+
+    Args:
+        q: [B, M, H, D]. k: [B, N, Hkv, D]. v: [B, N, Hkv, Dv].
+        allowed: bool [M, N], whether a query sees a key.
+        scores: scale and softcap.
+        sinks: [H], a logit of each head with a value of zero.
+
+    Returns:
+        [B, M, H, Dv].
+    """
+    out, lse = PLAIN.forward(q, k, v, Pattern.from_table(allowed), scores)  # a row of a cache is one document
+    if sinks is not None:  # e^lse / (e^lse + e^sink) = sigmoid(lse - sink)
+        share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).transpose(1, 2)[..., None]
+        out = out * share.to(out.dtype)
+    return out

@@ -9,8 +9,6 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from burst_mcore import packages
 from burst_mcore.attention.geometry.tiles import LARGE, LAUNCH, Launches
 from burst_mcore.attention.kernels.kernel import Kernel, Problem
@@ -50,14 +48,9 @@ PREFERENCE: dict[int | None, tuple[str, ...]] = {
     None: ("cudnn", "aten-flash", "flash2", "triton"),
 }
 """Names that "auto" tries on CUDA, by major compute capability, fastest first; None: any other device.
+Only our own kernel, "triton", takes float32.
 The order is a guess: this project has measured none of these kernels yet. "auto" never chooses a kernel that
 is neither here nor in `by_rank` for the CPU."""
-
-
-def preferred(capability: int | None, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the names of `PREFERENCE` for a dtype: only our own kernel takes float32."""
-    names = PREFERENCE[capability]
-    return names if dtype.itemsize == 2 else tuple(name for name in names if name == "triton")
 
 
 OWN = 1.6

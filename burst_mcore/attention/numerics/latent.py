@@ -85,7 +85,7 @@ class Expansion:
 
     def weight_gradient(self) -> Tensor:
         """Return the gradient of `up`, summed so far; zeros for other heads, and without any rows."""
-        gradient = torch.zeros_like(self._up)
+        gradient = self._up.new_zeros(self._up.shape)
         places = (slice(0, self._key), slice(self._key, None)) if self._sums else ()
         for total, place in zip(self._sums, places, strict=True):
             of_heads = total.unflatten(0, (len(self._heads), -1)).transpose(1, 2)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,13 +27,6 @@ GradientShare = KernelResults | Callable[..., None]
 """A tile's gradients: tensors, or a deferred kernel call that accumulates into given buffers."""
 
 
-class Sums(Protocol):
-    """Running gradients of the tensors of a block, or pending gradients."""
-
-    def take(self, rows: Rows, share: GradientShare) -> None:
-        """Add a tile's gradients of these rows; the sum owns the tensors from then on."""
-
-
 class Block(NamedTuple):
     """A Q block or KV block in a buffer, with the sums of its gradients."""
 
@@ -41,7 +34,7 @@ class Block(NamedTuple):
     """The rows of the owner in the buffer; None: all."""
     tensors: KernelResults
     """K and V of these rows, or (q, dO, D, LSE)."""
-    sums: Sums | None = None
+    sums: GradientSums | PendingGradients | None = None
     """In backward."""
     out: Tensor | None = None
     """The output of queries in backward, or a stand-in for O; None where both are missing."""
@@ -96,7 +89,8 @@ class _Sum(ABC):
     _combine: Callable[..., None]
     """Merges parts of the same rows: (parts, *into), where `into` may be the first part."""
 
-    def _add(self, rows: Rows, part: KernelResults) -> None:
+    def add(self, rows: Rows, part: KernelResults) -> None:
+        """Add a tile's results of these rows; the sum owns the tensors from then on."""
         if len(rows) == 1 and rows[0].step == 1:
             self._add_span(rows[0], part)
             return
@@ -127,7 +121,7 @@ class _Sum(ABC):
         to = tuple(strided(x, range(0, span[-1] + 1 - span.start, span.step)) for x in total)
         self._combine([to, share], *to)
 
-    def _running(self, rows: Rows) -> tuple[KernelResults, bool] | None:
+    def running(self, rows: Rows) -> tuple[KernelResults, bool] | None:
         """Return the sum of these rows for in-place additions, and whether it is uninitialised.
 
         None if a copy would be needed.
@@ -224,17 +218,10 @@ class OnlineSoftmax(_Sum):
             lse.copy_(sinks[:, None])
             self._segments.sum_up(self._all)
 
-    def add(self, rows: Rows, out_t: Tensor, lse_t: Tensor) -> None:
-        """Merge a tile's out [B, M, H, D] and lse [B, H, M] of these M rows; the sum owns both afterwards."""
-        self._add(rows, (out_t, lse_t.to(self._of_lse)))
-
-    def running(self, rows: Rows) -> tuple[Tensor, Tensor, bool] | None:
-        """Return (out, lse) of these rows for in-place merges, and whether both are uninitialised.
-
-        None if a copy would be needed.
-        """
-        running = self._running(rows)
-        return running and (*running[0], running[1])  # type: ignore[return-value]
+    def add(self, rows: Rows, part: KernelResults) -> None:
+        """Merge a tile's (out [B, M, H, D], lse [B, H, M]) of these M rows; the sum owns both afterwards."""
+        out, lse = part
+        super().add(rows, (out, lse.to(self._of_lse)))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, D] in the queries' dtype, lse [B, H, S] in at least float32)."""
@@ -279,15 +266,6 @@ class GradientSum(_Sum):
             gradient_sum._segments.sum_up(gradient_sum._all)
         return gradient_sum
 
-    def add(self, rows: Rows, gradient: Tensor) -> None:
-        """Add a tile's gradient [B, M, H, D] of these M rows; the sum owns the tensor from then on."""
-        self._add(rows, (gradient,))
-
-    def running(self, rows: Rows) -> tuple[Tensor, bool] | None:
-        """Return the sum of these rows for in-place additions: see `_running`."""
-        running = self._running(rows)
-        return running and (running[0][0], running[1])
-
     def result(self) -> Tensor:
         """Return the sum, in the dtype of `like`; zeros where nothing was added."""
         return self.complete()[0].to(self._like.dtype)
@@ -325,13 +303,13 @@ class GradientSums:
         if callable(share):
             running = [pair for total in self._sums if (pair := total.running(places))]
             if running:
-                share(*(total for total, _ in running), fresh=all(fresh for _, fresh in running))
+                share(*(total for (total,), _ in running), fresh=all(fresh for _, fresh in running))
                 return
             by_kernel = share
             share = tuple([total.room(total.dtype, count(places))[0] for total in self._sums])
             by_kernel(*share, fresh=True)
         for total, gradient in zip(self._sums, share, strict=True):
-            total.add(places, gradient)
+            total.add(places, (gradient,))
 
     def put(self, span: range, into: KernelResults) -> None:
         """Write the sums of these rows of the tensors, so far, into tensors of any dtypes."""

@@ -52,9 +52,6 @@ class Transport(Protocol):
     abandoned: list[object]
     """Messages and buffers of failed passes: the network may still write to them."""
 
-    def connect(self, pass_: Pass) -> None:
-        """Make the process groups of a pass; collective, also for ranks without messages."""
-
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]) -> Sequence[MessageWork]:
         """Start all messages as one batch."""
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.kernels.cached import attend_to_cache
 from burst_mcore.attention.kernels.kernel import Scores
+from burst_mcore.attention.kernels.reference import attend_to_cache
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.mask import Mask
