@@ -139,7 +139,6 @@ def draw(
     out: Annotated[
         Path, typer.Option(help="The timeline as a trace, for ui.perfetto.dev or chrome://tracing.")
     ] = Path("trace.json"),
-    scan: Annotated[bool, typer.Option(help="Print the scan of a delta rule's states instead.")] = False,
 ) -> None:
     """Draw one pass: its schedule as a step x rank grid, its timeline as a trace."""
     from burst_mcore.attention.kernels.table import choose
@@ -165,9 +164,6 @@ def draw(
             head_dim=head_dim, mask=mask, dtype=dtype,
         )  # fmt: skip
         where, rates = ranks_and_rates(cluster, rates_file, gpu)
-        if scan:
-            typer.echo(predict.scanned(problem, where, pass_, layout))
-            return
         out.parent.mkdir(parents=True, exist_ok=True)
         check_writable(out)
         drawing = predict.draw(problem, where, rates, config, pass_, layout)

@@ -238,7 +238,8 @@ def _shorter(word: str, n: int, to: int) -> str:
     if numbers[0] == "random":
         return f"{name}:random,{min(tokens(numbers[1]), to)}"
     if name == "documents":
-        return _shorter_documents(_ends(numbers, n), n, to)
+        scaled_ends = sorted({end * to // n for end in _ends(numbers, n)})  # they still fill the sequence
+        return f"documents:{','.join(str(b - a) for a, b in pairwise(scaled_ends))}"
     lengths = WORDS[name].lengths
     scaled = [x if x in ("-1", "0") else str(max(1, tokens(x) * to // n)) for x in numbers[:lengths]]
     others = numbers[lengths:]
@@ -246,12 +247,6 @@ def _shorter(word: str, n: int, to: int) -> str:
         room = to // int(scaled[0]) if name == "images" else to - int(scaled[0])
         others = [str(min(tokens(others[0]), room))]
     return f"{name}:{','.join([*scaled, *others])}"
-
-
-def _shorter_documents(ends: tuple[int, ...], n: int, to: int) -> str:
-    """Shorten documents by their ends, so that they still fill the sequence; empty documents are dropped."""
-    scaled = sorted({end * to // n for end in ends})
-    return f"documents:{','.join(str(b - a) for a, b in pairwise(scaled))}"
 
 
 def in_words(rates: Rates) -> str:

@@ -7,7 +7,6 @@ from itertools import product
 from math import prod
 
 import torch
-from torch import Tensor
 
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.tiles import Tile, tiles_of
@@ -19,17 +18,12 @@ KINDS = ("full", "causal", "window", "packed", "masked")
 """Kinds of tiles."""
 
 
-def pairs_at(plan: Plan, pass_: Pass) -> Tensor:
-    """Return the pairs that each ring rank computes in a pass, float64 [ring ranks]."""
+def unevenness(plan: Plan, pass_: Pass) -> float:
+    """Return the busiest ring rank's pairs in a pass over the mean: 1.0 is balanced."""
     placement = plan.placement
     of_ranks = work(plan.layout, plan.mask, plan.n, placement.size)[pass_ == Pass.QUERY].double()
     ring_rank = placement.ring_rank(torch.arange(placement.size))
-    return of_ranks.new_zeros(placement.ring_size).index_add_(0, ring_rank, of_ranks)
-
-
-def unevenness(plan: Plan, pass_: Pass) -> float:
-    """Return the busiest ring rank's pairs in a pass over the mean: 1.0 is balanced."""
-    pairs = pairs_at(plan, pass_)
+    pairs = of_ranks.new_zeros(placement.ring_size).index_add_(0, ring_rank, of_ranks)
     return float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
 
 

@@ -16,7 +16,6 @@ from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.rates import Rates
-from burst_mcore.recurrent.scan import scan
 from burst_plan.explain.pairs import unevenness
 from burst_plan.explain.problem import DTYPES, LayerProblem
 from burst_plan.explain.verify import verify
@@ -26,7 +25,7 @@ from burst_plan.simulate.costing import pairs_of, work_of
 from burst_plan.simulate.play import Timeline, play
 from burst_plan.simulate.reason import reason, to_paste
 from burst_plan.simulate.search import candidates, costed, taken
-from burst_plan.tables import cut, table
+from burst_plan.tables import table
 from burst_plan.words import document_ends, gpu, in_words
 
 MOST_RANKS = 16384
@@ -223,17 +222,6 @@ def draw(
     timeline = play(drawn, sizes, seconds, ranks.intra, rates)
     both = {link: (volumes[link], dense[link]) for link in volumes}
     return Drawing(drawn, timeline, plan, reason(chosen, tried), both)
-
-
-def scanned(problem: LayerProblem, ranks: Ranks, pass_: Pass, layout: str) -> str:
-    """Return the scan of a delta rule's states over a mask's documents, as a grid, and its bytes."""
-    sharded, ends = layout_of(layout, problem, ranks), problem.seen.document_ends
-    documents = () if ends is None else tuple(ends.tolist())
-    where, backward = (problem.seq, ranks.size, ranks.intra, documents), pass_ != Pass.FORWARD
-    exchange = scan(sharded, *where, backward=backward)
-    state = 4 * problem.heads * problem.head_dim**2
-    maximum = max(exchange.received(rank, state=state, decay=state) for rank in range(ranks.size))
-    return f"{cut(str(exchange))}\n\na state has {_short(state)}; the busiest rank receives {_short(maximum)}"
 
 
 def exposed(drawing: Drawing, limit: int = 5) -> str:

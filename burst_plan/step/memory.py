@@ -143,7 +143,7 @@ def parameters(model: Model, plan: Plan) -> tuple[tuple[float, int], tuple[float
     heads = model.head * (1 if model.tied or plan.pp > 1 else 2)
     layers = model.parameters - model.head * (1 if model.tied else 2) - model.expert_parameters
     experts = model.expert_parameters / plan.pp / plan.tp / plan.ep
-    return ((layers / plan.pp + heads) / plan.tp, plan.sharded), (experts, plan.sharded_experts)
+    return ((layers / plan.pp + heads) / plan.tp, plan.sharded), (experts, plan.sharded // plan.ep)
 
 
 def states(model: Model, plan: Plan) -> dict[str, float]:

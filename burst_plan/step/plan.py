@@ -60,11 +60,6 @@ class Plan:
         return self.dp * self.cp
 
     @property
-    def sharded_experts(self) -> int:
-        """Ranks over which ZeRO shards experts, and gradients of experts are reduced."""
-        return self.sharded // self.ep
-
-    @property
     def modules(self) -> str:
         """The name of its layers' modules, in `burst_plan.step.parts.MODULES`."""
         return f"{self.framework}, local" if self.local else self.framework

@@ -17,6 +17,7 @@ from burst_mcore.attention.choose import AS_FAST, Question, decide
 from burst_mcore.attention.schedule.actions import Compute, Recv
 from burst_mcore.attention.schedule.route import Route, program, schedule
 from burst_mcore.rates import Rates
+from burst_mcore.recurrent.scan import scan
 from burst_plan.cli import app
 from burst_plan.explain import predict
 from burst_plan.simulate.cost import Sizes
@@ -47,17 +48,13 @@ def test_every_message_and_compute_of_a_ring_is_recorded():
         assert first["intra data"].started < first["compute"].ended
 
 
-def test_draw_shows_the_scan_of_the_page_and_of_documents():
+def test_the_scan_of_the_page_and_of_documents():
     page = (Path(__file__).parents[2] / "docs" / "features" / "hybrids.md").read_text()
     picture = page.split("```text\n")[1].split("```")[0]
-    words = "draw --scan --cluster 2x2 --layout contiguous --direction forward --seq 4K".split()
-    done = CliRunner().invoke(app, words)
-    assert done.output == f"{picture}\na state has 0.5243 MB; the busiest rank receives 1.573 MB\n"
-    apart = CliRunner().invoke(app, [*words, "--mask", "causal & documents:2K,2K"]).output
+    layout = Layout.of("contiguous")
+    assert f"{scan(layout, 4096, size=4, intra=2)}\n" == picture
+    apart = str(scan(layout, 4096, size=4, intra=2, ends=(0, 2048, 4096)))
     assert "0[0:1]>1" in apart and "1[0:1]>3" in apart and "0[0:2]" not in apart
-    assert (
-        "striped shards neighbouring tokens" in CliRunner().invoke(app, [*words, "--layout=striped"]).output
-    )
 
 
 @pytest.mark.parametrize(
