@@ -147,11 +147,11 @@ class Watch:
 
     def _work(self) -> None:
         """Exchange words, meeting after meeting, until the ring has failed: the other thread's function."""
-        came = 0
+        number = 0
         try:
             while True:
-                meeting = self._next(came)
-                came = meeting.call
+                meeting = self._next(number)
+                number = meeting.call
                 words = self._exchanged(meeting)
                 try:
                     claims = partial(self._claims, meeting)
@@ -176,8 +176,8 @@ class Watch:
             meeting.answer = meeting.answer or answer
             self._changed.notify_all()
 
-    def _next(self, came: int) -> Meeting:
-        """Return the meeting behind number `came`; until it comes, tell where the main thread waits."""
+    def _next(self, number: int) -> Meeting:
+        """Return the meeting behind this number; until it comes, tell where the main thread waits."""
         stand = None
         while True:
             with self._changed:
@@ -187,7 +187,7 @@ class Watch:
             self._look(None)
             before, stand = stand, stand_of_main_thread()
             if stand is not None and stand == before:  # at two looks: not on its way through
-                self._leave_place(came, *stand)
+                self._leave_place(number, *stand)
 
     def _exchanged(self, meeting: Meeting) -> list[Word]:
         """Return the words of every rank on a meeting, by its place on the ring.

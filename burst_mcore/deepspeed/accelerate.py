@@ -81,11 +81,11 @@ def _refuse_other_trainers(kind: type) -> None:
 
 
 @around
-def without_compilers(own: shared.AnyMethod, self: Any, *args: Any) -> Any:
+def without_compilers(original: shared.AnyMethod, self: Any, *args: Any) -> Any:
     """Accelerator._prepare_deepspeed: on CPUs optimizers stay torch's, also with offload_optimizer."""
     config = self.deepspeed_plugin.deepspeed_config
     config.update(without_builds(config))
-    return own(self, *args)
+    return original(self, *args)
 
 
 class BurstSPAttentionHF:

@@ -51,7 +51,7 @@ def take_means(engine: Any) -> None:
 
 
 @around
-def _with_its_own_mpu(own: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def _with_its_own_mpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of engines: ours take means, and plain engines are kept apart from the groups.
 
     DeepSpeed keeps the last mpu for the whole process (`deepspeed.utils.groups.mpu`): a plain engine made
@@ -63,7 +63,7 @@ def _with_its_own_mpu(own: Callable[..., None], self: Any, *args: Any, **kwargs:
     if mpu is None and isinstance(before, SequenceParallelUnit):
         groups.mpu = None
     try:
-        own(self, *args, **kwargs)
+        original(self, *args, **kwargs)
     finally:
         if mpu is None:
             groups.mpu = before

@@ -40,13 +40,15 @@ def _groups() -> tuple[int, int]:
 
 
 @around
-def sharding_to_groups(own: Callable[..., Any], dataloader: Any, device: Any = None, **options: Any) -> Any:
+def sharding_to_groups(
+    original: Callable[..., Any], dataloader: Any, device: Any = None, **options: Any
+) -> Any:
     """accelerate's prepare_data_loader: each CP group is one process."""
     if sharing(AcceleratorState(), "sp_size") == 1:
-        return own(dataloader, device, **options)
+        return original(dataloader, device, **options)
     groups, place = _groups()
     options |= {"num_processes": groups, "process_index": place, "torch_device_mesh": None}
-    loader = own(dataloader, device, **options)
+    loader = original(dataloader, device, **options)
     if groups == 1 and not hasattr(loader, "slice_fn"):  # for one process Accelerate leaves the order to it
         loader.rng_types = [*(loader.rng_types or ()), "torch"]
         generator = getattr(loader.get_sampler(), "generator", None)
@@ -65,14 +67,14 @@ def dispatching_to_groups(init: Callable[..., None], self: Any, *args: Any, **kw
     init(self, *args, **kwargs)
     if sharing(AcceleratorState(), "sp_size") == 1:
         return
-    (groups, place), own = _groups(), self.slice_fn
+    (groups, place), original = _groups(), self.slice_fn
 
     def rows_of_group(batch: Any, rows: slice, **others: Any) -> Any:
         count = self.batch_size or 1 if evaluates() else rows.stop - rows.start
         first = place * count if rows.start else 0  # the first batch, of which rows are repeated, begins at 0
         if first >= find_batch_size(batch):  # no row is left: what is reported of others is cut off
             first = 0
-        return own(batch, slice(first, first + count), **others)
+        return original(batch, slice(first, first + count), **others)
 
     self.slice_fn = rows_of_group
     self.state = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""DeepSpeed's own settings: refusals of those that shards rule out, and what a CPU over gloo replaces."""
+"""DeepSpeed's own settings: checks for shards, and replacements of parts that a CPU would compile."""
 
 from __future__ import annotations
 

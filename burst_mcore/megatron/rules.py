@@ -131,9 +131,9 @@ def of_latent(s: Settings) -> Rows:
     }
 
 
-def of_layer(source: Any, latent: str, **own: Any) -> Rows:
+def of_layer(source: Any, latent: str, **settings: Any) -> Rows:
     """Return the unsupported settings of layers. latent: --burst-mla-latent; own: fields of one layer."""
-    s = Settings(source, **own)
+    s = Settings(source, **settings)
     return of_attention(s) | (of_latent(s) if latent != "off" else {})
 
 

@@ -156,7 +156,7 @@ def _numbers(name: str, rows: list[Tensor], every: Sequence[Any] | Tensor | None
     for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
         values = tensor_of(f"{name} of rollout {i} must be numbers", entry, dtype=torch.float32)
         if values.shape not in ((), row.shape) or not bool(values.isfinite().all()):
-            came = brief(values.tolist())
-            raise ValueError(f"{name} of rollout {i} are 1 or {len(row)} finite numbers, got {came}")
+            shown = brief(values.tolist())
+            raise ValueError(f"{name} of rollout {i} are 1 or {len(row)} finite numbers, got {shown}")
         numbers.append(values.expand(row.shape))
     return numbers

@@ -91,13 +91,13 @@ def _prepare(model: nn.Module, accelerator: Any) -> None:
 
 
 @around
-def _final_norm(own: Any, model: Any) -> Any:
+def _final_norm(original: Any, model: Any) -> Any:
     """accelerate's _find_final_norm, in whose FSDP2 group the LM head is: also the norm within a decoder.
 
     TRL's fused head never calls the LM head. The forward of its group's norm makes the weight whole, and
     has the gradient reduced; without it each rank applies its own. Accelerate looks beside the decoder alone.
     """
-    norm, sequence = own(model), getattr(model, SEQUENCE, None)
+    norm, sequence = original(model), getattr(model, SEQUENCE, None)
     if norm is not None or sequence is None:
         return norm
     norms = [x for x in model.get_decoder().children() if "Norm" in type(x).__name__]
@@ -126,13 +126,13 @@ PACKING = ("packing", "eval_packing")
 
 
 @around
-def _with_packing(own: Any, self: Any) -> None:
+def _with_packing(original: Any, self: Any) -> None:
     """TrainingArguments.__post_init__: SFTTrainer, which may be imported late, is changed too."""
     if hasattr(self, "packing"):
         from trl.trainer.sft_trainer import SFTTrainer
 
         _replaced.replace(SFTTrainer, "__init__", _after_the_check)
-    own(self)
+    original(self)
 
 
 @around

@@ -135,10 +135,10 @@ def _sharding(model: nn.Module, config: BurstConfig, types: str | None) -> dict[
     """Return how a model's batches are sharded: keyword arguments of `ShardedLoader`."""
     settings: Any = model.config
     text = settings.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text, "max_position_embeddings", None)
     if any(map(depends_on_length, model.modules())):
-        most = 0  # padding must not make the sequence look longer: its positions start again from 0
-    return {"layout": config.layout, "max_positions": most, "types": types}
+        limit = 0  # padding must not make the sequence look longer: its positions start again from 0
+    return {"layout": config.layout, "max_positions": limit, "types": types}
 
 
 def attach_checkpointing(model: Any, policy: Policy | None) -> None:

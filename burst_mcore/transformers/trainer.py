@@ -114,19 +114,24 @@ def loss_of_whole_sequences(
 
 @around
 def with_logits(
-    own: AnyMethod, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    original: AnyMethod,
+    self: Any,
+    model: Any,
+    inputs: Any,
+    prediction_loss_only: bool,
+    ignore_keys: Any = None,
 ) -> Any:
     """Trainer.prediction_step: logits, which are of whole sequences, are made where they are asked for.
 
     The loss is that of one process: the labels of this rank's sequences count, also right after training.
     """
     if sharing(self) == 1:
-        return own(self, model, inputs, prediction_loss_only, ignore_keys)
+        return original(self, model, inputs, prediction_loss_only, ignore_keys)
     makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
     loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
     alone = while_set(self.args, average_tokens_across_devices=False)
     with alone, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
-        return own(self, model, inputs, prediction_loss_only, ignore_keys)
+        return original(self, model, inputs, prediction_loss_only, ignore_keys)
 
 
 @around
@@ -138,40 +143,42 @@ def inputs_of_whole_sequences(track: AnyMethod, self: Any, inputs: Any) -> None:
 
 
 @around
-def operations_of_a_rank(own: AnyMethod, self: Any, inputs: Any) -> float:
+def operations_of_a_rank(original: AnyMethod, self: Any, inputs: Any) -> float:
     """Trainer.floating_point_ops, which the Trainer adds up over all ranks: of a batch each makes a part.
 
     Parameters that ZeRO-3 has sharded are counted too: the Trainer sees none of their entries.
     """
     column = self.model.main_input_name
     if sharing(self) == 1 or column not in inputs:  # GRPO's is a list of prompts
-        return float(own(self, inputs)) / sharing(self)
+        return float(original(self, inputs)) / sharing(self)
     left_out = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
     sharded = (p for p in self.model.parameters() if not p.numel() and id(p) not in left_out)
     operations = 6 * inputs[column].numel() * sum(getattr(p, "ds_numel", 0) for p in sharded)
-    return float(own(self, inputs) + operations) / sharing(self)
+    return float(original(self, inputs) + operations) / sharing(self)
 
 
 @around
-def ranks_of_a_batch(own: AnyMethod, self: Any) -> int:
+def ranks_of_a_batch(original: AnyMethod, self: Any) -> int:
     """Trainer.get_tp_size: ranks that have the same batch, and return the same loss of it."""
-    return int(own(self)) * sharing(self)
+    return int(original(self)) * sharing(self)
 
 
 @around
-def labels_of_batches(own: AnyMethod, self: Any, batch_samples: Any, device: Any) -> Any:
+def labels_of_batches(original: AnyMethod, self: Any, batch_samples: Any, device: Any) -> Any:
     """Trainer._get_num_items_in_batch: of this rank's sequences, where those of all ranks are not asked for.
 
     The Trainer divides the number by the ranks of a batch, also where it has not added theirs.
     """
-    number = own(self, batch_samples, device)
+    number = original(self, batch_samples, device)
     if sharing(self) == 1 or self.args.average_tokens_across_devices or number is None:
         return number
     return number * self.get_tp_size()
 
 
 @around
-def reports_of_batches(own: AnyMethod, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+def reports_of_batches(
+    original: AnyMethod, self: Any, input_data: Any, use_gather_object: bool = False
+) -> Any:
     """Accelerator.gather_for_metrics: of ranks that report of one batch, the first counts.
 
     In the last load of a dataset no sample counts that Accelerate has repeated.
@@ -179,7 +186,7 @@ def reports_of_batches(own: AnyMethod, self: Any, input_data: Any, use_gather_ob
     from accelerate.utils.operations import gather_object, recursively_apply
 
     if sharing(self) == 1:
-        return own(self, input_data, use_gather_object)
+        return original(self, input_data, use_gather_object)
     alike = sharing(self) * int(self.parallelism_config.tp_size)
 
     def counted(parts: list[Any]) -> list[Any]:
@@ -198,7 +205,7 @@ def reports_of_batches(own: AnyMethod, self: Any, input_data: Any, use_gather_ob
 
 
 @around
-def without_repeated_rows(own: AnyMethod, self: Any, inputs: Any) -> Any:
+def without_repeated_rows(original: AnyMethod, self: Any, inputs: Any) -> Any:
     """Trainer._prepare_inputs: rows that Accelerate repeats to fill an evaluation's last batch are cut off.
 
     Where they are all that a replica has, its report is cut off. Rows that are no samples stay as they are.
@@ -212,7 +219,7 @@ def without_repeated_rows(own: AnyMethod, self: Any, inputs: Any) -> Any:
             isinstance(x, Tensor) and x.shape[:-1] == (rows,) for x in inputs.values()
         ):
             inputs = {name: x[:left] for name, x in inputs.items()}
-    return own(self, inputs)
+    return original(self, inputs)
 
 
 def _last_load(accelerator: Any, replicas: int) -> tuple[int, int] | None:

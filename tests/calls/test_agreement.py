@@ -239,15 +239,15 @@ def _absent_for_good_reason(rank, size, with_rank_0):
     control, pair = dist.new_group(), dist.new_group([1, 2])
     calls, group = Ring(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
     calls.meet(Claim({"at": "the start"}))
-    found = None
+    note = None
     if rank == 2:
         limits.until(lambda: calls._find("at/1")[2], "rank 1 did not tell where it is")
-        found = calls._find("at/1")
+        note = calls._find("at/1")
         time.sleep(7)  # rank 0 looks at it twice
     if rank or with_rank_0:
         dist.all_reduce(torch.ones(()), group=group, async_op=rank == 0)
     calls.meet(Claim({"at": "the end"}))
-    return found
+    return note
 
 
 @pytest.mark.parametrize("with_rank_0", [False, True])

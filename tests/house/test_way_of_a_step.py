@@ -1,5 +1,6 @@
 """The way of a step: the files and functions of the package that a call and its backward run."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -22,11 +23,14 @@ def _functions_of(run):
         if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             functions.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
+    gc.collect()
+    gc.disable()  # what ends objects of earlier calls is not on the way
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return functions
 
 

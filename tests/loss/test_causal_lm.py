@@ -305,7 +305,7 @@ REFUSED = {
     "takes tanh twice of": lambda z, y: entropy(z.tanh().tanh(), y),
     "takes a part of the vocabulary": lambda z, y: entropy(z[..., :5], y),
     r"takes a part of the vocabulary, \(slice": lambda z, y: z[:, 0, 2],
-    r"takes \[tensor": lambda z, y: entropy(z[y > 2], y[y > 2]),
+    r"takes \[a tensor": lambda z, y: entropy(z[y > 2], y[y > 2]),
     "asks for the shape": lambda z, y: z.view(-1, 14),
     "multiplies by -1": lambda z, y: entropy(z * -1, y),
     "multiplies by what is no plain number": lambda z, y: z * torch.ones(7),

@@ -78,7 +78,7 @@ class Communicators:
     @property
     def destroyed(self) -> bool:
         """Whether a process group of the ring is gone."""
-        return not all(map(exists, (self.control, *self._groups.values())))
+        return not all(map(c10d._world.pg_map.__contains__, (self.control, *self._groups.values())))
 
     def abort(self) -> None:
         """End every wait of this process for messages of the ring; the groups are unusable afterwards.

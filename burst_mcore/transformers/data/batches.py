@@ -119,14 +119,14 @@ def prepared(
     if ids is None and isinstance(embeds, Tensor) and embeds.dim() == 3:
         ids = torch.full(embeds.shape[:2], IGNORED)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
-        came = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
-        text = f"input_ids must be a tensor of integers [rows, tokens], got {came}"
+        value = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
+        text = f"input_ids must be a tensor of integers [rows, tokens], got {value}"
         raise RefusedError("batch", f"{text}. In their place may stand inputs_embeds [rows, tokens, hidden]")
     for name in ("position_ids", "labels", "shift_labels", WEIGHTS):
         column, kind = batch.get(name, ids), "" if name == WEIGHTS else "whole "
         if column.shape != ids.shape or (kind and column.is_floating_point()):
-            came = f"{tuple(ids.shape)} as input_ids are, got {tuple(column.shape)} {column.dtype}"
-            raise RefusedError(name.removeprefix("shift_"), f"{name} must be {kind}numbers, {came}")
+            value = f"{tuple(ids.shape)} as input_ids are, got {tuple(column.shape)} {column.dtype}"
+            raise RefusedError(name.removeprefix("shift_"), f"{name} must be {kind}numbers, {value}")
     real = _real(batch.get("attention_mask"), ids)
     positions = _positions(batch, ids, real)
     shift_labels = batch.get("shift_labels")
@@ -268,8 +268,8 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
     if attention_mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
     if attention_mask.shape != ids.shape or not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        came = f"{tuple(attention_mask.shape)} {attention_mask.dtype}"
-        text = f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got {came}"
+        value = f"{tuple(attention_mask.shape)} {attention_mask.dtype}"
+        text = f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got {value}"
         raise RefusedError("attention_mask", f"{text}. Documents are told by position_ids or cu_seqlens")
     return attention_mask.bool()
 
@@ -280,7 +280,7 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
         refuse("tree", why_not_its_row(batch, real))
         return depths(batch[TREE])[None]
     ends = next((batch[name] for name in CUMULATED if name in batch), None)
-    given: Tensor | None = batch.get("position_ids")
+    position_ids: Tensor | None = batch.get("position_ids")
     after_padding = real & ~pad(real, (1, 0), value=True)[:, :-1]
     if bool((after_padding & (real.cumsum(1) > 1)).any()):
         raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
@@ -293,8 +293,8 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
             text = f"whole numbers must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
             raise RefusedError("cu_seqlens", text)
         begins[0, [end for end in ends if end < n]] = True
-    elif given is not None:
-        return _beside_padding(given.long(), real)
+    elif position_ids is not None:
+        return _beside_padding(position_ids.long(), real)
     begins |= after_padding  # padding in front would be seen by the tokens behind it: a document of its own
     start: Tensor = torch.where(begins, at, 0).cummax(1).values
     return at - start

@@ -60,11 +60,11 @@ class _Forwards:
         columns = Columns.taken(arguments)
         beside = ("a cache", cache_name(arguments)), ("TRL's fused head", asks_for_fused_head(arguments))
         types = self._types(arguments)
-        own = ("attention of the caller's own", self.of.trusted), ("a mask of types of tokens", types)
+        inputs = ("attention of the caller's own", self.of.trusted), ("a mask of types of tokens", types)
         towers = ("towers", self.of.text is not None)
         topology = Topology.single() if self.of.group is None else self.of.topology
         with agreement_of(topology).refusing():
-            refuse("tree", columns.why_unsupported(self.of.model, *beside, *own, towers))
+            refuse("tree", columns.why_unsupported(self.of.model, *beside, *inputs, towers))
             self._refuse_whole_answers(arguments)
             arguments, positions, valid = self._own(arguments)
             self._refuse_columns({WEIGHTS: columns.weights}, positions.shape)
@@ -150,9 +150,9 @@ class _Forwards:
     def _refuse_columns(self, arguments: dict[str, Any], shape: torch.Size) -> None:
         """Raise RefusedError for columns that do not go with a shard of the tokens."""
         for name, x in arguments.items():
-            came = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
-            if name in ("position_ids", WEIGHTS, self.of.types) and x is not None and came != [*shape]:
-                raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {came}")
+            value = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
+            if name in ("position_ids", WEIGHTS, self.of.types) and x is not None and value != [*shape]:
+                raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {value}")
             if name in OF_TOWERS and x is not None:
                 raise RefusedError("batch", f"{name} are merged with whole sequences: give inputs_embeds")
 
@@ -283,9 +283,9 @@ class _Forwards:
         def whole(out: Any) -> Any:
             made = cache_name(out)
             assert made is not None
-            for layer, own in enumerate(out[made].layers):
-                keys, values = (gathered(x, group, layout, dim=2)[:, :, :n] for x in (own.keys, own.values))
-                cache.update(keys, values, layer)
+            for number, layer in enumerate(out[made].layers):
+                shards = layer.keys, layer.values
+                cache.update(*(gathered(x, group, layout, dim=2)[:, :, :n] for x in shards), number)
             out[made] = cache
             return finish(out)
 

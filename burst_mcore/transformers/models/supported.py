@@ -65,8 +65,11 @@ def _implementations(inner: Any) -> str | dict[str, str]:
     """Return what attends by burst: a model, or its text alone where it has towers."""
     if text_tower(inner) is None:
         return NAME
-    own = inner.config.get_text_config()
-    return {"": NAME, **{k: NAME for k in inner.config.sub_configs if getattr(inner.config, k) is own}}
+    text_config = inner.config.get_text_config()
+    return {
+        "": NAME,
+        **{k: NAME for k in inner.config.sub_configs if getattr(inner.config, k) is text_config},
+    }
 
 
 def _several(model: nn.Module, inner: nn.Module) -> Iterator[tuple[str, str]]:
@@ -147,9 +150,16 @@ def _what_is_asked(inner: Any, size: int, headless: bool) -> Iterator[tuple[str,
     for option, done in DROPOUTS.items():
         if share := getattr(config, option, None):
             yield "dropout", f"{name} {done} ({option} is {share}): set it to 0 before the model is made"
-    own = inner.loss_function if makes_loss(inner) else None
-    if own is not None and own.__name__ != "ForCausalLMLoss" and not hasattr(own, "burst_mcore"):
-        yield "loss", f"{name} has a loss of its own, {own.__name__}: supported is ForCausalLMLoss"
+    loss_function = inner.loss_function if makes_loss(inner) else None
+    if (
+        loss_function is not None
+        and loss_function.__name__ != "ForCausalLMLoss"
+        and not hasattr(loss_function, "burst_mcore")
+    ):
+        yield (
+            "loss",
+            f"{name} has a loss of its own, {loss_function.__name__}: supported is ForCausalLMLoss",
+        )
 
 
 _POSITIONS = "create_position_ids_from_input_ids"
@@ -243,25 +253,25 @@ def position_table(model: nn.Module) -> int | None:
     if mixers_of(model) or any("RotaryEmbedding" in type(module).__name__ for module in model.modules()):
         return None
     text = _of_transformers(model).config.get_text_config()
-    most: int | None = getattr(text, "max_position_embeddings", None)
-    return most
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    return limit
 
 
 def checked_loss(model: Any) -> None:
     """Wrap the model's loss function, so that a model that loses shift_labels on the way is refused."""
-    own = model.loss_function
-    if getattr(own, "burst_mcore", False):
+    loss_function = model.loss_function
+    if getattr(loss_function, "burst_mcore", False):
         return
     name = type(model).__name__
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         sequence = current()
         if sequence is None or sequence.last is None:  # whole sequences: the model's own affair
-            return own(*args, **kwargs)
+            return loss_function(*args, **kwargs)
         if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
             raise RefusedError("model", f"{name} does not hand its loss shift_labels and num_items_in_batch")
         weighted = sequence.columns.weights is not None
-        return (sequence.columns.loss if weighted else own)(*args, **kwargs)
+        return (sequence.columns.loss if weighted else loss_function)(*args, **kwargs)
 
     loss.burst_mcore = True  # type: ignore[attr-defined]
     model.loss_function = loss

@@ -64,8 +64,8 @@ def _sharded(name: str, sequence: Sequence, arguments: dict[str, Any]) -> dict[s
         elif is_per_token(x, sequence.tokens):
             mine[key] = part(x)
         elif isinstance(x, Tensor | list | tuple) and key not in NOT_OF_TOKENS and _has_numbers(x):
-            came = f"{[*x.shape]}" if isinstance(x, Tensor) else f"of {len(x)} tensors"
-            text = f"{key} {came} enters {name} whole, and nobody shards it"
+            shape = f"{[*x.shape]}" if isinstance(x, Tensor) else f"of {len(x)} tensors"
+            text = f"{key} {shape} enters {name} whole, and nobody shards it"
             raise RefusedError("batch", f"{text}: leave out of the batch what the model need not have")
     return mine
 

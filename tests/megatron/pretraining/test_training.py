@@ -199,7 +199,7 @@ REFUSED = {
     ),
     "--yaml-cfg": ([*BURST, "--yaml-cfg", "no.yaml"], "--yaml-cfg replaces the command line"),
 }
-"""What the launcher alone refuses, and one row of those that test_checks.py has by function calls."""
+"""Command lines that the launcher refuses, and one that test_checks.py refuses by a function call."""
 BEFORE = re.compile(r"^[A-Z]\d{4} \d\d:|CPU support is on")
 """Lines of torch's log, and that of CPU support, which every run has."""
 
