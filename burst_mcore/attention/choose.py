@@ -1,9 +1,8 @@
 """The rule by which a call runs: the plainest of the candidates with the best lower bound of time.
 
-Candidates are the routes that settings allow. Similar calls share a representative `Question`, counted once.
-The bound of a pass is the sum over its steps of max(kernel seconds, message seconds). A message starts when
-both of its ends have reached its step. Pairs and bytes are counted from the plan's remote rows, without a
-simulation. `burst_plan` simulates the same candidates, and prints the loss of the rule.
+Candidates are the routes that settings allow. The bound of a pass is the sum over its steps of max(kernel
+seconds, message seconds). A message starts when both of its ends have reached its step. Pairs and bytes are
+counted, not simulated. `burst_plan` simulates the same candidates, and prints the loss of the rule.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ AS_FAST = 1.05
 """Candidates within this factor of the fastest count as equally fast: the model's median error is 6.6 %."""
 COPIES = 4
 """Memory accesses for a byte of an all-to-all: packed and unpacked, each read and written."""
-MANY = 64
-"""The number of ranks above which a ring repeats its steps, so that fewer nodes are counted."""
 
 
 class Family(IntEnum):
@@ -104,9 +101,9 @@ class Question:
         return min(bounds + ([] if ends is None else [int(ends.diff().max())]), default=None)
 
     def shortened(self, degrees: Sequence[int]) -> Question:
-        """Return the question on fewer nodes, if a ring's steps are alike; degrees: of head parallelism."""
+        """Return the question on fewer nodes (64 ranks or more), if a ring's steps are alike."""
         intra, tokens = self.ranks.intra, self.shard.tokens
-        least = max(MANY, 4 * max(degrees), 2 * (self.reach or 0) / tokens)
+        least = max(64, 4 * max(degrees), 2 * (self.reach or 0) / tokens)
         fits = (x for x in range(intra, self.ranks.size, intra) if self.ranks.size % x == 0 and x >= least)
         size = next((x for x in fits if not any(x % each for each in degrees)), None)
         alike = all(isinstance(term, (Window, Documents)) for term in self.mask.terms)
@@ -207,17 +204,17 @@ def best(costed: Sequence[Candidate]) -> Candidate:
     A ring is plainer than head parallelism within a node; then come a direct exchange and head parallelism
     across nodes (`Family`). A double ring is plainer than a flat ring. A tie goes to the fewest bytes between
     nodes, then within nodes. So backward sends the side with fewer bytes; at a tie queries, the paper's
-    choice. A causal ring is mirrored: more rows stay at home, and peak memory is lower.
+    choice. On a ring of one rank both send as many: the faster, or "kv", which can start before all of dO
+    has arrived. A causal ring is mirrored: more rows stay at home, and peak memory is lower.
     """
     fastest = min(candidate.seconds for candidate in costed)
     return min((c for c in costed if c.seconds <= AS_FAST * fastest), key=_order)
 
 
 def _order(c: Candidate) -> tuple[float, ...]:
-    route, sent = c.route, (c.inter_bytes, c.intra_bytes)
-    # On a ring of one rank "kv" can start before all of dO has arrived.
-    second = (c.direction == Pass.QUERY) == (route.ring_size == 1)
-    return (c.family, c.ring == "flat", *sent, route.heads, route.outer, second, route.mirrored)
+    route, sent, of_kv = c.route, (c.inter_bytes, c.intra_bytes), c.direction != Pass.QUERY
+    side = (float(f"{c.seconds:.2e}"), not of_kv) if route.ring_size == 1 else (of_kv,)
+    return (c.family, c.ring == "flat", *sent, route.heads, route.outer, *side, route.mirrored)
 
 
 class Decision(NamedTuple):
@@ -231,8 +228,7 @@ class Decision(NamedTuple):
 def decide(config: BurstConfig, question: Question, rotates: str = "off") -> Decision:
     """Return the decision for a call, made and logged once for each kind of question.
 
-    Args:
-        rotates: `Latent.rotates`; ignored without a latent.
+    rotates: `Latent.rotates`; ignored without a latent.
     """
     rotates = rotates if question.shard.latent is not None else "off"
     return _of_kind(question.typical, settings_of(config, question), rotates)
@@ -321,39 +317,42 @@ class _Counted:
         """Return the seconds of messages from these ring ranks, by their bytes; -inf without a message."""
         inter = self.rank[source] // self.intra != self.rank // self.intra
         self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
-        members = min(self.intra, self.route.size) * self.route.direct
+        members = min(self.intra, self.route.size) if self.route.direct else 1
         crowded = max(1.0, members / 2) ** self.rates.crowding
         within, between = crowded / self.rates.link(inter=False), 1 / self.rates.link(inter=True)
         seconds = size * torch.where(inter, between, within)
         return torch.where(size > 0, seconds + self.rates.latency, -torch.inf)
 
-    def _kernels(self, source: Tensor) -> Tensor:
-        """Return the seconds of steps, [steps, ring ranks]: of kernels, with the all-to-all of rows."""
+    def _kernels(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the seconds of steps, [steps, ring ranks], and of results sent after the last, [ring ranks].
+
+        Rows arrive beside the own part, in the first step. Results leave in the last, by pairs of members.
+        """
         work, heads = self.work[self.here, source], self.route.heads
-        if heads == 1:
-            return work
-        rows, result = self._exchange(Kind.STAYING_IN), self._exchange(Kind.STAYING_OUT)
-        parts = self.parts[self.here, source] if self.route.overlap else work
-
-        def around(part: Tensor, seconds: float) -> Tensor:
-            return torch.maximum(part, seconds + part / heads) if self.overlap else part + seconds
-
-        if rows:  # in the first step, member by member
-            work[0] = around(parts[0], rows)
-        last = ((work > 0) * torch.arange(len(work))[:, None]).amax(0, keepdim=True)
-        return work.scatter(0, last, around(torch.maximum(work, parts).gather(0, last), result))
+        rows, result = (self._exchange(kind) for kind in (Kind.STAYING_IN, Kind.STAYING_OUT))
+        last = ((work > 0) * torch.arange(len(work))[:, None]).amax(0)
+        if not self.overlap:
+            work[0] += rows
+            return work, torch.full_like(work[0], result)
+        parts, own_first = self.parts[self.here, source], (last == 0) * (rows > 0)
+        of_last = work[last, self.here] = parts[last, self.here]
+        if rows:
+            work[0] = parts[0] + (rows - parts[0] / heads).clamp(min=0)
+        hidden = of_last * (heads - min(2, heads - 1) - own_first.double()) / heads
+        return work, (result - hidden).clamp(min=0).maximum(own_first * result / max(1, heads - 1))
 
     def _direct(self) -> Tensor:
-        """Return the seconds of a direct exchange: rows arrive while earlier rows are computed."""
-        distance = self.here[:, None]
-        source, target = (self.here - distance) % len(distance), (self.here + distance) % len(distance)
+        """Return the end times of a direct exchange: rows arrive while earlier rows are computed."""
+        source = (self.here - self.here[:, None]) % len(self.here)
         size = self.size[Kind.DATA] + self.size[Kind.GRADIENT] * self.gradients
-        arriving = self._transfer(source, self.read[source, self.here] * size).clamp(min=0)
-        message = torch.maximum(arriving, arriving.gather(1, target))
-        work = self._kernels(source)
-        before = torch.where(work > 0, distance, 0).cummax(0).values  # the step that computes meanwhile
-        messages = torch.zeros_like(work).scatter_add_(0, before[:-1], message[1:])
-        return (torch.maximum(work, messages) if self.overlap else work + messages).sum(0)
+        transfers = self._transfer(source, self.read[source, self.here] * size)
+        work, results = self._kernels(source)
+        clock = begun = torch.zeros_like(results)
+        for owner, kernel, transfer in zip(source, work, transfers, strict=True):
+            clock = _met(clock, begun if self.overlap else clock, owner, transfer)
+            begun = torch.where(kernel > 0, clock, begun)  # the step that computes meanwhile
+            clock = clock + kernel
+        return clock + results
 
     def _ring(self, longer: float) -> Tensor:
         """Return the end times of ring ranks on a (double) ring, with `longer` times the messages."""
@@ -375,13 +374,14 @@ class _Counted:
         if self.gradients:
             within[:, 1:] += read.cummax(1).values[:, :-1][i, j[:-1], owner[:, 1:]] * gradient
             by_round[0] *= nodes == 1
-            across[2:] = by_round.cummax(0).values[at][1:] * gradient
+            across[2:] += by_round.cummax(0).values[at][1:] * gradient
             if nodes > 1 and intra > 1:  # the blocks of the own node come last
                 within[0, 0], within[-1, -1] = 0, ahead[0, 1]
         transfers = self._transfer(previous, within.flatten(0, 1)[steps])
         between = self._transfer(before, across[: len(rounds)])
-        inner = zip(self._kernels(owner.flatten(0, 1)[steps]), transfers, strict=True)
-        clock = torch.zeros(len(node), dtype=torch.float64)
+        kernels, results = self._kernels(owner.flatten(0, 1)[steps])
+        inner = zip(kernels, transfers, strict=True)
+        clock = torch.zeros_like(results)
         for (_, places), seconds in zip(rounds, between, strict=True):
             begun = clock
             for _, (kernel, transfer) in zip(places, inner, strict=False):
@@ -389,9 +389,9 @@ class _Counted:
                 clock = _met(end, clock if self.overlap else end, previous, transfer)
             clock = _met(clock, begun if self.overlap else clock, before, seconds)
         home, total = previous if intra > 1 else before, self.size[Kind.TOTAL] * self.gradients
-        clock = _met(clock, clock, home, self._transfer(home, read.amax((0, 1)) * total))
+        arrival = _met(clock, clock, home, self._transfer(home, read.amax((0, 1)) * total))
         carried = torch.maximum(*(each.clamp(min=0).sum(0) for each in (transfers, between)))
-        return clock + carried * (longer - 1)
+        return torch.maximum(arrival, clock + results) + carried * (longer - 1)
 
 
 def _met(clock: Tensor, begun: Tensor, source: Tensor, seconds: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> 
     O need not rotate, and no kernel need be changed. In bfloat16 rounding changes out', and D with it, by
     2^-9. That is too much for a row with a single key, where dS = dP - D must be 0. So the first third of the
     columns carries D, and each later third the rounding error of the thirds before it. Nearly empty thirds
-    carry nothing. Rows are first scaled to max |dO| = 1, so that squares neither vanish nor overflow, at any
-    loss scale.
+    carry nothing. On the CPU a float32 row is a single part: 2^-24 is the rounding of D itself. Rows are
+    first scaled to max |dO| = 1, so that squares neither vanish nor overflow, at any loss scale.
 
     into: memory for the result, like dout.
     """
@@ -60,17 +60,18 @@ def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> 
     if _fused(dout, stand_in):
         _code().stand_in_rows(dout, delta, stand_in, FAINT)
         return stand_in
+    parts = 1 if dout.dtype == wide(dout.dtype) else 3
     for block in _blocks(dout):
         rows = gather(dout, block).to(wide(dout.dtype))
         largest = rows.abs().amax(-1, keepdim=True)
         unit = rows / largest.masked_fill_(largest == 0, 1.0)
         remainder = gather(delta, block).transpose(1, 2).unsqueeze(-1) / largest
         faint = FAINT * torch.linalg.vecdot(unit, unit).unsqueeze(-1)
-        thirds = (whole.tensor_split(3, dim=-1) for whole in (unit, gather(stand_in, block)))
-        for x, third in zip(*thirds, strict=True):
+        columns = (x.tensor_split(parts, dim=-1) for x in (unit, gather(stand_in, block)))
+        for x, part in zip(*columns, strict=True):
             squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
-            third.copy_(x * (remainder / squares).masked_fill_(squares <= faint, 0.0))
-            remainder = remainder - torch.linalg.vecdot(x, third.to(x.dtype)).unsqueeze(-1)
+            part.copy_(x * (remainder / squares).masked_fill_(squares <= faint, 0.0))
+            remainder = remainder - torch.linalg.vecdot(x, part.to(x.dtype)).unsqueeze(-1)
     return stand_in
 
 
