@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, cast
 
 try:
     import typer
@@ -40,8 +40,23 @@ EXTRAS = {"typer": "cli", "tabulate": "cli", "megatron": "megatron"}
 """The extra of a package that may be missing; the others are DeepSpeed's."""
 
 
+REFUSED = (ValueError, OverflowError, MemoryError, OSError)
+"""Errors that a question causes: illegal options, sizes beyond numbers or memory, files."""
+
+
 class OneLine(TyperGroup):
-    """The command, whose usage errors are one line and status 2."""
+    """The command, whose errors of usage, and those that a question causes, are one line and status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a subcommand as typer does, except for the errors that its question causes."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except REFUSED as error:
+            words = " ".join(str(error).split()) or type(error).__name__
+            typer.echo(f"burst-mcore {ctx.invoked_subcommand}: {words}", err=True)
+            raise typer.Exit(2) from None
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run it as typer does, except for errors of usage."""
@@ -51,13 +66,13 @@ class OneLine(TyperGroup):
             say = getattr(error, "format_message", None)  # typer has a copy of click, or takes click's
             if say is None:
                 raise
-            if type(error).__name__ == "NoArgsIsHelpError":
-                typer.echo(say(), err=True)
-                sys.exit(2)
-            context = getattr(error, "ctx", None)
-            words = [] if context is None else context.command_path.split()[1:]
-            path = " ".join(["burst-mcore", *words])
-            typer.echo(f"{path}: {' '.join(say().split()).rstrip('.')}; see {path} --help", err=True)
+            text: str = say()
+            if type(error).__name__ != "NoArgsIsHelpError":
+                context = getattr(error, "ctx", None)
+                words = [] if context is None else context.command_path.split()[1:]
+                path = " ".join(["burst-mcore", *words])
+                text = f"{path}: {' '.join(text.split()).rstrip('.')}; see {path} --help"
+            typer.echo(text, err=True)
             sys.exit(2)
         sys.exit(status if isinstance(status, int) else 0)
 
@@ -71,8 +86,6 @@ app = typer.Typer(
 
 COMMANDS = "burst_mcore.commands"
 """Entry points of functions that other packages add to the command."""
-REFUSED = (ValueError, OverflowError, MemoryError)
-"""Errors that a question causes: options that are not legal, or sizes beyond numbers or memory."""
 MEASURED_TOKENS = 16384
 """The longest sequence that `draw --measure` runs."""
 
@@ -103,18 +116,15 @@ def explain(
     from burst_plan.explain.problem import LayerProblem, latent_of
     from burst_plan.words import tokens
 
-    try:
-        config = BurstConfig(ring=ring, overlap=overlap)
-        problem = LayerProblem(
-            seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=head_dim, batch=batch, mask=mask, dtype=dtype, value_dim=value_dim,
-            latent=None if latent is None else latent_of(latent),
-        )  # fmt: skip
-        where, rates = ranks_and_rates(cluster, rates_file, gpu)
-        torch.set_num_threads(1)  # many small operations: threads would wait for each other
-        typer.echo(predict.explain(problem, where, rates, config, layout=layout))
-    except REFUSED as error:
-        _fail("explain", error)
+    config = BurstConfig(ring=ring, overlap=overlap)
+    problem = LayerProblem(
+        seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim, batch=batch, mask=mask, dtype=dtype, value_dim=value_dim,
+        latent=None if latent is None else latent_of(latent),
+    )  # fmt: skip
+    ranks, rates = ranks_and_rates(cluster, rates_file, gpu)
+    torch.set_num_threads(1)  # many small operations: threads would wait for each other
+    typer.echo(predict.explain(problem, ranks, rates, config, layout))
 
 
 @app.command()
@@ -152,31 +162,31 @@ def draw(
     from burst_plan.tables import cut
     from burst_plan.words import tokens
 
-    try:
-        if direction not in tuple(Pass):
-            raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
-        pass_ = Pass(direction)
-        config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
-        if measure and tokens(seq) > MEASURED_TOKENS:
-            raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
-        problem = LayerProblem(
-            seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=head_dim, mask=mask, dtype=dtype,
-        )  # fmt: skip
-        where, rates = ranks_and_rates(cluster, rates_file, gpu)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        check_writable(out)
-        drawing = predict.draw(problem, where, rates, config, pass_, layout)
-        chosen = choose("auto", problem.on_kernel)
-        runs = {"predicted": drawing.timeline.events}
-        if measure:
-            config = replace(config, layout=drawing.plan.layout)
-            runs["measured"] = registered("measure")(problem, where, pass_, config, rates)
-    except (*REFUSED, OSError, RuntimeError) as error:
-        _fail("draw", error)
-    shown, what = drawing.schedule, f"mask {mask} over {seq} tokens"
-    typer.echo(f"{cut(str(shown))}\n\n{what}; {shown.route}: {drawing.why}")
-    typer.echo(f"{predict.summary(drawing)}\n{tiles_summary(drawing.plan, pass_, chosen)}")
+    if direction not in tuple(Pass):
+        raise ValueError(f"unknown direction {direction!r}; legal: {', '.join(Pass)}")
+    pass_ = Pass(direction)
+    config = BurstConfig(ring=ring, overlap=overlap, head_parallel=head_parallel)
+    if measure and tokens(seq) > MEASURED_TOKENS:
+        raise ValueError(f"--measure runs on this machine's CPU: --seq may be at most {MEASURED_TOKENS}")
+    problem = LayerProblem(
+        seq=tokens(seq), heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim, mask=mask, dtype=dtype,
+    )  # fmt: skip
+    ranks, rates = ranks_and_rates(cluster, rates_file, gpu)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(out)
+    drawing = predict.draw(problem, ranks, rates, config, pass_, layout)
+    kernel = choose("auto", problem.on_kernel)
+    runs = {"predicted": drawing.timeline.events}
+    if measure:
+        config = replace(config, layout=drawing.plan.layout)
+        try:
+            runs["measured"] = registered("measure")(problem, ranks, pass_, config, rates)
+        except RuntimeError as error:  # of a rank
+            raise ValueError(str(error)) from None
+    schedule, what = drawing.schedule, f"mask {mask} over {seq} tokens"
+    typer.echo(f"{cut(str(schedule))}\n\n{what}; {schedule.route}: {drawing.why}")
+    typer.echo(f"{predict.summary(drawing)}\n{tiles_summary(drawing.plan, pass_, kernel)}")
     typer.echo(predict.exposed(drawing))
     out.write_text(chrome_trace(runs))
     typer.echo(f"\ntrace: {out}")
@@ -187,11 +197,7 @@ def draw(
 )
 def bench(context: typer.Context) -> None:
     """Measure methods side by side on this machine: burst-mcore bench SUBJECT; --help lists subjects."""
-    try:
-        status = registered("bench")(context.args)
-    except ValueError as error:
-        _fail("bench", error)
-    raise typer.Exit(status)
+    raise typer.Exit(registered("bench")(context.args))
 
 
 @app.command()
@@ -208,15 +214,11 @@ def calibrate(
     from burst_plan.provenance import made_by
     from burst_plan.words import in_words
 
-    try:
-        if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the one that writes
-            check_writable(out)
-        result = registered("calibrate")(ranks, repeats, device)
-        if result.rank == 0:
-            result.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if result.one_node else {}))
-    except (ValueError, OSError) as error:
-        _fail("calibrate", error)
+    if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, the one that writes
+        check_writable(out)
+    result = registered("calibrate")(ranks, repeats, device)
     if result.rank == 0:
+        result.rates.save(out, **made_by(device), **({"assumed": ["inter"]} if result.one_node else {}))
         typer.echo(f"measured with {result.words}: {in_words(result.rates)}")
         if result.one_node:
             share = result.rates.inter / result.rates.intra
@@ -259,35 +261,31 @@ def plan(
 
     import torch
 
-    torch.set_num_threads(1)
-    try:
-        if (model is None) == (not against):
-            raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
-        if model is not None:
-            from burst_plan.files import check_writable
-            from burst_plan.step.planned import planned, text
+    from burst_mcore.rates import Rates
+    from burst_plan.files import check_writable
+    from burst_plan.step.planned import planned, text
 
-            if calibrate:
-                raise ValueError("--calibrate goes with --against, not with --model")
-            if top < 1:
-                raise ValueError(f"--top must be at least 1, got {top}")
-            check_writable(json_file)
-            answer = planned(model, seq, cluster, batch, rates_file, mask, gpu)
-            shown = text(answer, top)
-            if json_file is not None:
-                json_file.write_text(json.dumps(answer.as_json()) + "\n", encoding="utf-8")
-            typer.echo(shown)
-            return
+    torch.set_num_threads(1)
+    if (model is None) == (not against):
+        raise ValueError("give --model MODEL with --seq, or --against FILE: the measured rows to predict")
+    if model is None:
         if json_file or gpu:
             raise ValueError("--json and --gpu go with --model, not with --against")
-        from burst_mcore.rates import Rates
-
         rates = None if rates_file is None else Rates.load(rates_file)
         report = registered("against")(against or (), calibrate or (), rates)
-    except (*REFUSED, OSError) as error:
-        _fail("plan", error)
-    typer.echo(report.text())
-    typer.echo(json.dumps(report.as_json()))
+        typer.echo(report.text())
+        typer.echo(json.dumps(report.as_json()))
+        return
+    if calibrate:
+        raise ValueError("--calibrate goes with --against, not with --model")
+    if top < 1:
+        raise ValueError(f"--top must be at least 1, got {top}")
+    check_writable(json_file)
+    answer = planned(model, seq, cluster, batch, rates_file, mask, gpu)
+    words = text(answer, top)
+    if json_file is not None:
+        json_file.write_text(json.dumps(answer.as_json()) + "\n", encoding="utf-8")
+    typer.echo(words)
 
 
 @app.command()
@@ -319,21 +317,19 @@ def doctor(
 ) -> None:
     """Predict what a configuration of DeepSpeed or Megatron does, whether it fits, what would be faster."""
     from burst_mcore.rates import Rates
-    from burst_plan.doctor.checkup import HERE, Options, checkup
+    from burst_plan.doctor.checkup import HERE, checkup
+    from burst_plan.doctor.configured import Options
     from burst_plan.machines import machine
     from burst_plan.words import gpu as described
 
-    try:
-        if gpu is not None and device != HERE:
-            raise ValueError(f"--gpu and --device {device}: give one of them")
-        kind = None if device == HERE else machine(device)
-        if gpu:
-            kind = described(gpu, min(world or 2, per_node or 8), -(-(world or 1) // (per_node or 8)))
-        rates = None if rates_file is None else Rates.load(rates_file)
-        options = Options(seq=seq, world=world, per_node=per_node, machine=kind, rates=rates)
-        typer.echo("\n".join(list(checkup(config, model, options))))
-    except REFUSED as error:
-        _fail("doctor", error)
+    if gpu is not None and device != HERE:
+        raise ValueError(f"--gpu and --device {device}: give one of them")
+    kind = None if device == HERE else machine(device)
+    if gpu:
+        kind = described(gpu, min(world or 2, per_node or 8), -(-(world or 1) // (per_node or 8)))
+    rates = None if rates_file is None else Rates.load(rates_file)
+    options = Options(seq=seq, world=world, per_node=per_node, machine=kind, rates=rates)
+    typer.echo("\n".join(checkup(config, model, options)))
 
 
 @app.command()
@@ -361,17 +357,14 @@ def patch(
     name = trees.OPTIONS if options else trees.BACKEND
     actions = {"check": check, "apply": apply, "revert": revert, "numbered": show}
     tasks = [(act, folder) for act, folder in actions.items() if folder is not None]
-    try:
-        if other:
-            raise trees.UnknownTreeError(
-                f"DIR must follow its option at once: --apply {other[0]} --options, not --options {other[0]}"
-            )
-        if len(tasks) != 1:
-            raise trees.UnknownTreeError(f"give one of --check, --apply, --revert, --print, got {len(tasks)}")
-        ((act, folder),) = tasks
-        typer.echo(getattr(trees.SourceTree(folder), act)(name), nl=False)
-    except (trees.UnknownTreeError, OSError) as error:
-        _fail("patch", error)
+    if other:
+        raise ValueError(
+            f"DIR must follow its option at once: --apply {other[0]} --options, not --options {other[0]}"
+        )
+    if len(tasks) != 1:
+        raise ValueError(f"give one of --check, --apply, --revert, --print, got {len(tasks)}")
+    ((act, folder),) = tasks
+    typer.echo(getattr(trees.SourceTree(folder), act)(name), nl=False)
 
 
 def registered(name: str) -> Callable[..., Any]:
@@ -386,11 +379,6 @@ def registered(name: str) -> Callable[..., Any]:
         f"no installed package registers {name!r}: install burst_mcore from a wheel or a checkout, whose "
         "burst_bench does"
     )
-
-
-def _fail(command: str, error: Exception) -> NoReturn:
-    typer.echo(f"burst-mcore {command}: {' '.join(str(error).split()) or type(error).__name__}", err=True)
-    raise typer.Exit(2) from None
 
 
 def main() -> None:

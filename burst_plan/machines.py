@@ -143,7 +143,15 @@ _L20 = replace(
     _PCIE, name="L20-PCIe", tflops=119.5, multiprocessors=92, exponentials=3.7, memory_rate=864, memory=48e9,
     reached=0.27, crowding=1.3,
 )  # fmt: skip
-_MORE = (
+_ALL = (
+    _A100,
+    replace(_A100, name="A800", link=200),
+    replace(_A100, name="A100-quad", node=4, nic=2.2),
+    replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.083, crowding=0.176),
+    _H100,
+    replace(_H100, name="H200", memory_rate=4800, memory=141e9),
+    _B200,
+    _L20,
     # No row of these was published: kernels and PCIe are a related GPU's. Data sheets: GB200 NVL72, HGX B300.
     replace(_B200, name="GB200", tflops=2500, memory=186e9, node=72),
     # Exponentials: developer.nvidia.com/blog, "Inside NVIDIA Blackwell Ultra".
@@ -159,20 +167,7 @@ _MORE = (
     replace(_A100, name="MI300X", tflops=1307, multiprocessors=304, exponentials=10.2, memory_rate=5300,
             memory=192e9, link=448, nic=50),
 )  # fmt: skip
-MACHINES = {
-    machine.name: machine
-    for machine in (
-        _A100,
-        replace(_A100, name="A800", link=200),
-        replace(_A100, name="A100-quad", node=4, nic=2.2),
-        replace(_PCIE, name="A100-PCIe", memory_rate=1935, node=4, reached=0.083, crowding=0.176),
-        _H100,
-        replace(_H100, name="H200", memory_rate=4800, memory=141e9),
-        _B200,
-        _L20,
-        *_MORE,
-    )
-}
+MACHINES = {machine.name: machine for machine in _ALL}
 """Specifications are from NVIDIA's data sheets; network cards are from its DGX systems.
 
 Tiles are those of flash-attention. In csrc/flash_attn/src they are two blocks of 128 queries

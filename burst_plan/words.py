@@ -27,14 +27,12 @@ GPU = {"memory": "memory", "tflops": "tflops", "gb": "memory_rate", "link": "lin
 DESCRIBED = "memory=24GB,tflops=165,gb=1008,link=32,nic=12.5"
 """An example description: dense TFLOP/s in 16 bits, and GB/s of memory, of links and of the network card."""
 
-Build = Callable[[list[str], int], Mask]
-"""(the arguments of a name, split at commas; tokens of the sequence) -> the mask."""
-
 
 class MaskWord(NamedTuple):
     """A mask that has a name on the command line."""
 
-    build: Build
+    build: Callable[[list[str], int], Mask]
+    """(its arguments, split at commas; tokens of the sequence) -> the mask."""
     written: str
     """The name with its arguments, for messages."""
     numbers: tuple[int, ...] = ()
@@ -102,20 +100,6 @@ def gpu(text: str, ranks: int, nodes: int) -> Machine:
     return replace(like, name=f"GPU of {numbers['memory']:g} GB", **fields)  # type: ignore[arg-type]
 
 
-def document_ends(text: str, n: int) -> tuple[int, ...]:
-    """Return the starts of a mask's documents, from 0, and the sequence's end.
-
-    Raises:
-        ValueError: as `mask_of`; or there are no documents, or twice.
-    """
-    words = [word for word in _words(text.replace("|", "&")) if word.partition(":")[0] == "documents"]
-    if len(words) != 1:
-        raise ValueError(
-            f"mask {text!r} must have documents, once: documents:L1,L2,... or documents:random,COUNT"
-        )
-    return _ends(_numbers(words[0]), n)
-
-
 def shortened(text: str, n: int, to: int) -> str:
     """Return the same mask over fewer tokens: lengths times to / n, at least 1; counts as there is room.
 
@@ -145,8 +129,8 @@ def _term(text: str, n: int) -> Mask:
 
 
 def _numbers(word: str) -> list[str]:
-    _, colon, rest = word.partition(":")
-    return rest.split(",") if colon else []
+    _, colon, arguments = word.partition(":")
+    return arguments.split(",") if colon else []
 
 
 def _window(numbers: list[str], n: int) -> Mask:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +12,21 @@ import torch
 
 from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.deepspeed.section import config_dict
-from burst_mcore.rates import Rates, default_rates
+from burst_mcore.rates import default_rates
 from burst_mcore.transformers.models.supported import use_burst
-from burst_plan.doctor.configured import NotPredictedError, of_deepspeed, of_megatron
+from burst_plan.doctor.configured import NotPredictedError, Options, number, of_deepspeed, of_megatron
 from burst_plan.doctor.review import predicted, review
 from burst_plan.doctor.section import examine, quiet
-from burst_plan.explain.predict import MOST_RANKS
-from burst_plan.machines import MACHINES, Machine, machine_of
+from burst_plan.machines import MACHINES, machine_of
 from burst_plan.step.figures import Cluster
 from burst_plan.step.model import Model, model_of, named
-from burst_plan.step.planned import length_of, recommendation
+from burst_plan.step.planned import recommendation
 from burst_plan.step.search import search
 from burst_plan.words import mask_of
 
-DEFAULT_LENGTH, DEFAULT_MODEL = "128K", "llama3-8b"
+DEFAULT_MODEL = "llama3-8b"
 HERE = "here"
 """The name of this machine's device, in addition to the names of machines."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of a command line, without configuration and model. Raises ValueError for illegal numbers."""
-
-    seq: str | None
-    world: int | None
-    per_node: int | None
-    machine: Machine | None
-    """The machine of its GPUs; None: this machine's device."""
-    rates: Rates | None
-
-    def __post_init__(self) -> None:
-        for name, number in (("--world", self.world), ("--per-node", self.per_node)):
-            if number is not None and not 1 <= number <= MOST_RANKS:
-                raise ValueError(f"{name} must be at least 1 and at most {MOST_RANKS}, got {number}")
-
-    def length(self, megatrons: int | None) -> int:
-        """Return the tokens of a sequence; megatrons: the --seq-length of Megatron's arguments."""
-        return length_of(self.seq or (DEFAULT_LENGTH if megatrons is None else None), megatrons)
-
-    def node(self, world: int) -> int:
-        """Return the ranks of a node."""
-        return self.per_node or min(world, 8)
 
 
 def checkup(config: Path | None, model: str | None, options: Options) -> Iterator[str]:
@@ -67,13 +39,15 @@ def checkup(config: Path | None, model: str | None, options: Options) -> Iterato
         ValueError: illegal or contradictory options; also errors of `initialize`.
     """
     if config is not None:
-        return chain(_of_json(config, model or DEFAULT_MODEL, options), [installed()])
-    if model is None:
+        yield from _of_json(config, model or DEFAULT_MODEL, options)
+    elif model is not None:
+        yield from _of_model(model, options)
+    else:
         raise ValueError(
             "no configuration given; pass DeepSpeed's JSON file: burst-mcore doctor ds.json, or Megatron's "
             "arguments as --model"
         )
-    return chain(_of_model(model, options), [installed()])
+    yield installed()
 
 
 OPTIONAL = {
@@ -86,39 +60,36 @@ OPTIONAL = {
 
 def installed() -> str:
     """Return the optional packages that this Python has, and those that it lacks, without an import."""
-    names = {name for name, module in OPTIONAL.items() if find_spec(module) is not None}
-    present, absent = (
-        ", ".join(name for name in OPTIONAL if (name in names) == is_in) for is_in in (True, False)
-    )
-    return f"packages here: {present or 'none'}; not here: {absent or 'none'}"
+    present = {name: find_spec(module) is not None for name, module in OPTIONAL.items()}
+    here, absent = (", ".join(name for name in OPTIONAL if present[name] == is_in) for is_in in (True, False))
+    return f"packages here: {here or 'none'}; not here: {absent or 'none'}"
 
 
 def _of_json(config: Path, model: str, options: Options) -> Iterator[str]:
     """Yield the report on DeepSpeed's JSON, with the step's model if it supports all settings."""
     quiet()
-    settings, length = config_dict(config), options.length(_length_alone(model).get("seq"))
-    sizes, family = _sizes(model)
-    size = settings.get("sequence_parallel_size", 1)
-    world = options.world or (size if isinstance(size, int) and size > 0 else 1)
+    settings = config_dict(config)
+    sizes, degrees, family = _sizes(model)
+    if others := ", ".join(name.upper() for name in degrees if name != "seq"):
+        raise ValueError(f"{others} of Megatron's arguments contradict DeepSpeed's JSON: leave them out")
+    length = options.length(degrees.get("seq"))
+    world = options.world or max(1, number(settings, "sequence_parallel_size"))
     mask = sizes.mask(length)
-    yield from examine(
-        config, world=world, per_node=options.node(world), model=sizes, seq=length, machine=options.machine,
-        rates=options.rates, mask=mask_of(mask, length),
-    )  # fmt: skip
+    yield from examine(settings, sizes, length, mask_of(mask, length), world, options)
     try:
         if family is not None:
             raise NotPredictedError(family)
         plan, attention = of_deepspeed(settings, world, sizes, length)
         place, unknown = _place(world, options)
-        micro = settings.get("train_micro_batch_size_per_gpu", 1)
-        batch = micro if isinstance(micro, int) else 1  # the Trainer sets "auto"
+        batch = number(settings, "train_micro_batch_size_per_gpu")
         if batch > 1:
             unknown = "steps are predicted with a train_micro_batch_size_per_gpu of 1"
-        lines = [*review(predicted(sizes, plan, attention, length, place, mask, batch), attention, unknown)]
+        step = predicted(sizes, plan, attention, length, place, mask, batch)
     except NotPredictedError as error:
         size_of = "" if family else f" for {sizes.parameters / 1e9:.3g} billion parameters"
-        lines = [f"memory of a rank, and its step: not predicted{size_of}: {error}"]
-    yield from lines
+        yield f"memory of a rank, and its step: not predicted{size_of}: {error}"
+    else:
+        yield from review(step, attention, unknown)
 
 
 def _of_model(model: str, options: Options) -> Iterator[str]:
@@ -136,43 +107,35 @@ def _of_model(model: str, options: Options) -> Iterator[str]:
         if not configured:
             yield from recommendation(search(sizes, length, 1, place, mask=sizes.mask(length)))
             return
-        plan, attention = of_megatron(model, world, degrees)
+        plan, attention = of_megatron(model, world, degrees, sizes.layers)
         yield from review(predicted(sizes, plan, attention, length, place), attention)
     except NotPredictedError as error:
         raise ValueError(f"no step is predicted: {error}") from None
 
 
-def _length_alone(model: str) -> Mapping[str, int]:
-    """Return the settings in Megatron's arguments; with DeepSpeed's JSON only a length is legal."""
-    settings = model_of(model)[1] if model.lstrip().startswith("--") else {}
-    degrees = ", ".join(name.upper() for name in settings if name != "seq")
-    if degrees:
-        raise ValueError(f"{degrees} of Megatron's arguments contradict DeepSpeed's JSON: leave them out")
-    return settings
+def _sizes(model: str) -> tuple[Model, Mapping[str, int], str | None]:
+    """Return the sizes of a model, other settings in Megatron's arguments, and why its layers have no step.
 
-
-def _sizes(model: str) -> tuple[Model, str | None]:
-    """Return the sizes of a model, and the reason if the step's model does not support its layers, or None.
-
-    A folder is read by transformers, too, which reports what it does not support; no weight is loaded.
+    A folder is read by transformers, too, which reports what it does not support; no weight is loaded. The
+    reason is None if the step's model supports the layers.
 
     Raises:
         RefusedError: attention over shards does not support the model.
         ValueError: an unknown model.
     """
     if model.lstrip().startswith("--") or (named(model) and not Path(model).is_dir()):
-        return model_of(model)[0], None
+        return *model_of(model), None
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(Path(model), local_files_only=True)
         with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(config)
+            network = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise ValueError(f"no causal LM in {model}: {str(error).splitlines()[0]}") from None
-    use_burst(whole, 2)
+    use_burst(network, 2)
     try:
-        return model_of(model)[0], None
+        return *model_of(model), None
     except ValueError as error:
         text: Any = config.get_text_config()
         heads = getattr(text, "num_attention_heads", 1)
@@ -181,7 +144,7 @@ def _sizes(model: str) -> tuple[Model, str | None]:
             layers=text.num_hidden_layers, hidden=text.hidden_size, heads=heads, head_dim=dim, value_dim=dim,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads, vocab=text.vocab_size,
             ffn=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        ), str(error)  # fmt: skip
+        ), {}, str(error)  # fmt: skip
 
 
 def _place(world: int, options: Options) -> tuple[Cluster, str | None]:
@@ -190,16 +153,15 @@ def _place(world: int, options: Options) -> tuple[Cluster, str | None]:
     Raises:
         NotPredictedError: ranks that do not fill whole nodes.
     """
-    kind, per_node, unknown = options.machine, options.node(world), None
+    kind, per_node = options.machine, options.node(world)
+    cuda = torch.cuda.is_available()
     if world > per_node and world % per_node:
         raise NotPredictedError(f"{world} ranks do not fill nodes of {per_node}")
     ranks = Ranks(world, min(world, per_node))
-    if kind is None and torch.cuda.is_available():
-        name = machine_of(torch.cuda.get_device_name())
-        kind = None if name is None else MACHINES[name]
+    if kind is None and cuda:
+        kind = MACHINES.get(machine_of(torch.cuda.get_device_name()) or "")
     if kind is None:
         unknown = "no known GPU is here: name a machine by --device, such as h100, or describe it by --gpu"
-        cuda = torch.cuda.is_available()
         rates = options.rates or default_rates("cuda" if cuda else "cpu")
         memory = torch.cuda.get_device_properties(0).total_memory if cuda else math.inf
         return Cluster(ranks=ranks, rates=rates, peak=math.inf, memory=memory), unknown

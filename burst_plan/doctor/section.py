@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,13 +14,13 @@ from burst_mcore.attention.geometry.cuts import cut_for
 from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import PREFERENCE, choose
-from burst_mcore.deepspeed.section import Checkpointing, config_dict, section_of
+from burst_mcore.deepspeed.section import Checkpointing, section_of
 from burst_mcore.deepspeed.settings import part, refuse_config, sequence_parallel_size, zero
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_mcore.rates import Rates, default_rates
+from burst_mcore.rates import default_rates
 from burst_mcore.transformers.errors import refuse, refuse_versions
-from burst_plan.machines import Machine
+from burst_plan.doctor.configured import Options, number, share_kept
 from burst_plan.simulate.reason import reason
 from burst_plan.simulate.search import taken, tried
 from burst_plan.step.model import Model
@@ -28,37 +28,23 @@ from burst_plan.step.recurrence import told
 
 
 def examine(
-    path: Path,
-    *,
-    world: int,
-    per_node: int,
-    model: Model,
-    seq: int,
-    machine: Machine | None,
-    rates: Rates | None,
-    mask: Mask,
+    config: Mapping[str, Any], model: Model, seq: int, mask: Mask, world: int, options: Options
 ) -> Iterator[str]:
-    """Return lines on the configuration at `path` on `world` ranks, `per_node` of them a node.
+    """Return lines on DeepSpeed's JSON, `config`, on `world` ranks; mask: of all layers.
 
     Bytes and times are the cost model's, for rates of this kind of device.
-
-    Args:
-        machine: The machine of its GPUs; None is this machine's device.
-        rates: Instead of the machine's.
-        mask: Of all layers.
 
     Raises:
         SectionError, RefusedError: what `initialize` would raise of the configuration.
         ValueError: no kernel, or no candidate over the ranks, supports it.
     """
     refuse_versions()
-    config = config_dict(path)
     section = section_of(config)
     refuse_config(config)
     size = sequence_parallel_size(config, world)
+    machine, per_node = options.machine, options.node(world)
     kind = "cuda" if machine is not None or torch.cuda.is_available() else "cpu"
-    if rates is None:
-        rates = default_rates(kind) if machine is None else machine.rates
+    rates = options.rates or (default_rates(kind) if machine is None else machine.rates)
     dtype = _dtype(config)
     of_device = str(dtype).removeprefix("torch.")
     stage = int(zero(config).stage)
@@ -73,8 +59,7 @@ def examine(
         f"ZeRO-{stage}: each rank's part of a gradient is multiplied by {size}, and DeepSpeed takes the mean "
         f"over all ranks"
     )
-    micro = config.get("train_micro_batch_size_per_gpu", 1)
-    micro = micro if isinstance(micro, int) else 1
+    micro = number(config, "train_micro_batch_size_per_gpu")
     layout = Layout.of(section.attention.layout)
     padded = layout.padded(seq, size)
     yield f"sequence: {seq} tokens, sharded as {padded}: {padded // size} a rank"
@@ -102,8 +87,7 @@ def examine(
         question = Question(shard, layout, mask, seq, Ranks(size, intra), rates).typical
         candidates = tried(section.attention, question)
         chosen = taken(section.attention, question)
-        steps = config.get("gradient_accumulation_steps", 1)
-        times = model.attending * (steps if isinstance(steps, int) else 1)  # the Trainer sets "auto"
+        times = model.attending * number(config, "gradient_accumulation_steps")
         yield f"route: {chosen.route}, backward {chosen.direction}: {reason(chosen, candidates)}"
         yield (
             f"bytes of attention a step and rank, {model.attending} layers: "
@@ -134,24 +118,21 @@ def recomputed(
     """
     if checkpointing.policy in ("none", "full") or not layers:
         return checkpointing.policy
-    whole = shard.result_bytes
-    keep, at_most = (checkpointing.keep if checkpointing.policy == "segment" else 1.0), False
-    if isinstance(keep, str):
-        assert checkpointing.memory_gb is not None
-        keep, at_most = min(1.0, checkpointing.memory_gb * 1e9 / (layers * whole)), True
+    keep = share_kept(checkpointing, layers, shard.result_bytes)
+    at_most = checkpointing.policy == "segment" and isinstance(checkpointing.keep, str)
     cut = cut_for(keep, layout, mask, seq, size, at_most=at_most)
     suffix = f"the last {cut.keep:.3g} of the sequence" if cut.position else "the whole sequence"
-    moved = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
+    request = f" (asked for: the last {keep:.3g})" if cut.keep != keep else ""
     where = ", in pinned host memory" if checkpointing.offload else ""
-    layer = cut.keep * whole
+    layer = cut.keep * shard.result_bytes
     return (
-        f"{checkpointing.policy}: O and LSE of {suffix}{moved} are kept, on average {layer / 1e6:.3g} MB a "
+        f"{checkpointing.policy}: O and LSE of {suffix}{request} are kept, on average {layer / 1e6:.3g} MB a "
         f"layer and rank, {layer * layers / 1e9:.3g} GB in all{where}; {cut.time:.0%} of attention's forward "
         f"is computed again"
     )
 
 
-def _dtype(config: dict) -> torch.dtype:
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     if part(config, "bf16").get("enabled") is True:
         return torch.bfloat16
     return torch.float16 if part(config, "fp16").get("enabled") is True else torch.float32

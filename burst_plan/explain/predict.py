@@ -15,27 +15,28 @@ from burst_mcore.attention.schedule.heads import legal_degrees
 from burst_mcore.attention.schedule.route import Schedule, schedule
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
+from burst_mcore.mask.terms import Documents
 from burst_mcore.rates import Rates
 from burst_plan.explain.pairs import unevenness
 from burst_plan.explain.problem import DTYPES, LayerProblem
 from burst_plan.explain.verify import verify
 from burst_plan.machines import Machine, machine
-from burst_plan.simulate.cost import Sizes, link_bytes, message_bytes
+from burst_plan.simulate.cost import bytes_of_all, message_bytes
 from burst_plan.simulate.costing import pairs_of, work_of
 from burst_plan.simulate.play import Timeline, play
 from burst_plan.simulate.reason import reason, to_paste
 from burst_plan.simulate.search import candidates, costed, taken
 from burst_plan.tables import table
-from burst_plan.words import document_ends, gpu, in_words
+from burst_plan.words import gpu, in_words
 
 MOST_RANKS = 16384
 """The largest cluster: tables of pairs of ranks take 2 GB there."""
 
 
-def cluster(text: str, described: str | None = None) -> tuple[Ranks, Machine | None]:
+def cluster(text: str, gpu_text: str | None = None) -> tuple[Ranks, Machine | None]:
     """Return the ranks of a cluster, and its machine if it has a name: M x L, such as 4x8 or a800:4x8.
 
-    described: a machine in the syntax of `burst_plan.words.gpu`.
+    gpu_text: a machine in the syntax of `burst_plan.words.gpu`.
 
     Raises:
         ValueError: another text, too many ranks, an unknown machine, or two machines.
@@ -48,10 +49,10 @@ def cluster(text: str, described: str | None = None) -> tuple[Ranks, Machine | N
     ranks = Ranks(int(match[2]) * int(match[3]), int(match[3]))
     if ranks.size > MOST_RANKS:
         raise ValueError(f"a cluster has at most {MOST_RANKS} ranks here, got {ranks.size} in {text!r}")
-    if described is not None and match[1] is not None:
+    if gpu_text is not None and match[1] is not None:
         raise ValueError(f"--gpu and the machine in --cluster {text}: give a cluster such as 1x8 with --gpu")
-    if described is not None:
-        return ranks, gpu(described, ranks.intra, int(match[2]))
+    if gpu_text is not None:
+        return ranks, gpu(gpu_text, ranks.intra, int(match[2]))
     return ranks, None if match[1] is None else machine(match[1])
 
 
@@ -64,7 +65,13 @@ def layout_of(text: str, problem: LayerProblem, ranks: Ranks) -> Layout:
     if text == "auto":
         return Layout.for_mask(problem.seen, problem.seq, ranks.size)
     if text == "zigzag-documents":
-        layout = Layout(text, ends=document_ends(problem.mask, problem.seq))
+        ends = [term.ends for term in problem.seen.all_terms() if isinstance(term, Documents)]
+        if len(ends) != 1:
+            raise ValueError(
+                f"mask {problem.mask!r} must have documents, once: documents:L1,L2,... or "
+                "documents:random,COUNT"
+            )
+        layout = Layout(text, ends=tuple(ends[0].tolist()))
     else:
         try:
             layout = Layout.of(text)
@@ -74,8 +81,9 @@ def layout_of(text: str, problem: LayerProblem, ranks: Ranks) -> Layout:
     return layout
 
 
-def question_of(problem: LayerProblem, ranks: Ranks, rates: Rates, layout: Layout) -> Question:
-    """Return the question for the cost model. Raises ValueError if the sequence cannot be sharded."""
+def question_of(problem: LayerProblem, ranks: Ranks, rates: Rates, text: str) -> Question:
+    """Return the question for the cost model; text: a layout's name. Raises ValueError as `layout_of`."""
+    layout = layout_of(text, problem, ranks)
     shard = Shard(
         batch=problem.batch,
         tokens=layout.padded(problem.seq, ranks.size) // ranks.size,
@@ -90,14 +98,7 @@ def question_of(problem: LayerProblem, ranks: Ranks, rates: Rates, layout: Layou
     return Question(shard, layout, problem.seen, problem.seq, ranks, rates)
 
 
-def explain(
-    problem: LayerProblem,
-    ranks: Ranks,
-    rates: Rates,
-    config: BurstConfig,
-    *,
-    layout: str = "zigzag",
-) -> str:
+def explain(problem: LayerProblem, ranks: Ranks, rates: Rates, config: BurstConfig, layout: str) -> str:
     """Return a table of all candidates with simulated costs, and the rule's candidates with their regret.
 
     Args:
@@ -106,33 +107,33 @@ def explain(
     Raises:
         ValueError: as `layout_of`.
     """
-    question = question_of(problem, ranks, rates, layout_of(layout, problem, ranks))
+    question = question_of(problem, ranks, rates, layout)
     of_kind = question.typical
     degrees = legal_degrees(ranks, problem.heads, problem.kv_heads)
     options = costed(config, of_kind, tuple(degrees))
     auto = replace(config, head_parallel="auto")
     default = [each for each in options if config.head_parallel in ("auto", each.route.heads)]
     words: dict[str, Sequence[Candidate]] = {"default": default, "auto": options}
-    chosen = {"default": taken(config, of_kind, options), "auto": taken(auto, of_kind, options)}
-    if best(options).seconds * AS_FAST < chosen["auto"].seconds:
-        words["by name"], chosen["by name"] = options, best(options)
+    choices = {"default": taken(config, of_kind, options), "auto": taken(auto, of_kind, options)}
+    if best(options).seconds * AS_FAST < choices["auto"].seconds:
+        words["by name"], choices["by name"] = options, best(options)
     notes = (
-        f"{word + ':':9}{_settings(c)} ({c.route}): {c.seconds * 1e3:.4g} ms; {reason(c, words[word])}\n"
-        for word, c in chosen.items()
+        f"{word + ':':9}{to_paste(c)} ({c.route}): {c.seconds * 1e3:.4g} ms; {reason(c, words[word])}\n"
+        for word, c in choices.items()
     )
-    regret = chosen["auto"].seconds / min(each.seconds for each in options) - 1
-    runs = {_key(each): each for each in (*options, *chosen.values())}.values()  # those that run
-    ordered = sorted(runs, key=lambda each: (each.seconds, _key(each) != _key(chosen["auto"])))
-    shown = table([_row(c, chosen) for c in ordered], LESS, floatfmt=".4g")
-    route, direction = chosen["auto"].route, chosen["auto"].direction
+    regret = choices["auto"].seconds / min(each.seconds for each in options) - 1
+    runs = {_key(each): each for each in (*options, *choices.values())}.values()  # those that run
+    order = sorted(runs, key=lambda each: (each.seconds, _key(each) != _key(choices["auto"])))
+    rows = table([_row(c, choices) for c in order], LESS, floatfmt=".4g")
+    route, direction = choices["auto"].route, choices["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
-    uneven = max(unevenness(plan, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
+    excess = max(unevenness(plan, pass_) for pass_ in (Pass.FORWARD, Pass(direction)))
     ends = of_kind.mask.document_ends
     kind = "documents count as {} tokens on average, for any batch of this kind\n"
     return (
-        f"{shown}\n\n{''.join(notes)}"
+        f"{rows}\n\n{''.join(notes)}"
         f'regret: the rule\'s choice by "auto" takes {max(0.0, regret):.1%} longer than the simulated best\n'
-        f"mask {problem.mask}, layout {question.layout}: the busiest rank has {uneven:.2f} x the mean work\n"
+        f"mask {problem.mask}, layout {question.layout}: the busiest rank has {excess:.2f} x the mean work\n"
         f"{'' if ends is None else kind.format(int(ends[-1]) // (len(ends) - 1))}"
         f'marked *: the choice of a call by default, +: by all "auto", !: of settings alone; times are\n'
         "of the slowest rank, MB what a rank sends on average; exposed: time in which no kernel runs there;\n"
@@ -145,23 +146,14 @@ def _key(candidate: Candidate) -> tuple[object, ...]:
     return candidate.ring, candidate.direction, replace(candidate.route, mirrored=False)
 
 
-def _settings(chosen: Candidate) -> str:
-    """Return the settings of a candidate, ready to paste."""
-    placement = "outer" if chosen.route.outer else "inner"
-    return to_paste(chosen.ring, chosen.route.heads, placement, chosen.direction.value)
-
-
-LESS = (
-    "intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "forward ms",
-    "backward ms",
-)  # fmt: skip
+LESS = ("intra MB", "exposed ms", "kernel ms", "positions", "inter MB", "forward ms", "backward ms")
 """Columns that a narrow terminal leaves out, in this order."""
 
 
-def _row(candidate: Candidate, chosen: Mapping[str, Candidate]) -> dict[str, Any]:
+def _row(candidate: Candidate, choices: Mapping[str, Candidate]) -> dict[str, Any]:
     route, marks = candidate.route, {"default": "*", "auto": "+", "by name": "!"}
     return {
-        "": "".join(marks[word] for word, each in chosen.items() if _key(each) == _key(candidate)),
+        "": "".join(marks[word] for word, each in choices.items() if _key(each) == _key(candidate)),
         "head_parallel": f"{route.heads}{' outer' * route.outer}",
         "backward": candidate.direction,
         "ring": f"{candidate.ring}{', mirrored' * route.mirrored}",
@@ -190,12 +182,7 @@ class Drawing:
 
 
 def draw(
-    problem: LayerProblem,
-    ranks: Ranks,
-    rates: Rates,
-    config: BurstConfig,
-    pass_: Pass,
-    layout: str = "zigzag",
+    problem: LayerProblem, ranks: Ranks, rates: Rates, config: BurstConfig, pass_: Pass, layout: str
 ) -> Drawing:
     """Return the schedule of a pass, and its predicted timeline.
 
@@ -205,23 +192,23 @@ def draw(
     Raises:
         ValueError: ranks cannot share the heads in this way, or as `layout_of`.
     """
-    sharded = layout_of(layout, problem, ranks)
-    question = question_of(problem, ranks, rates, sharded)
-    backward = Pass.QUERY if pass_ == Pass.QUERY else Pass.KV  # as in trace_pass
-    config, shard = replace(config, backward=backward), question.shard
-    tried = candidates(question.typical, settings_of(config, question))
-    chosen = taken(config, question.typical)
-    route = chosen.route
-    plan = plan_of(sharded, problem.seen, problem.seq, route.placement)
+    question = question_of(problem, ranks, rates, layout)
+    config = replace(config, backward=Pass.QUERY if pass_ == Pass.QUERY else Pass.KV)  # as in trace_pass
+    options = candidates(question.typical, settings_of(config, question))
+    choice = taken(config, question.typical)
+    shard, route = question.shard, choice.route
+    plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)
 
-    pairs = pairs_of(sharded, problem.seen, problem.seq, ranks.size)
+    pairs = pairs_of(question.layout, problem.seen, problem.seq, ranks.size)
     seconds = work_of(shard, pairs.T if pass_ == Pass.QUERY else pairs, route, pass_, rates).of_action
-    drawn, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
-    verify(drawn, ranks.intra)
-    volumes, dense = (_sent(each, sizes, ranks.intra) for each in (drawn, schedule(route, pass_)))
-    timeline = play(drawn, sizes, seconds, ranks.intra, rates)
-    both = {link: (volumes[link], dense[link]) for link in volumes}
-    return Drawing(drawn, timeline, plan, reason(chosen, tried), both)
+    programs, sizes = schedule(route, pass_, plan), message_bytes(shard, route, pass_)
+    verify(programs, ranks.intra)
+    timeline = play(programs, sizes, seconds, ranks.intra, rates)
+    volumes, of_all_rows = (
+        bytes_of_all(each.programs, sizes, ranks.intra) for each in (programs, schedule(route, pass_))
+    )
+    by_link = {link: (size, of_all_rows[link]) for link, size in volumes.items()}
+    return Drawing(programs, timeline, plan, reason(choice, options), by_link)
 
 
 def exposed(drawing: Drawing, limit: int = 5) -> str:
@@ -238,27 +225,19 @@ def exposed(drawing: Drawing, limit: int = 5) -> str:
     )
 
 
-def _sent(drawn: Schedule, sizes: Sizes, intra_size: int) -> dict[Link, int]:
-    total = {Link.INTRA: 0, Link.INTER: 0}
-    for rank, program in enumerate(drawn.programs):
-        for link, size in link_bytes(program, rank, sizes, intra_size).items():
-            total[link] += size
-    return total
-
-
 def summary(drawing: Drawing) -> str:
     """Describe the balance of the work, and the rotating rows against a ring in which each rank reads all."""
     plan, of_queries = drawing.plan, drawing.schedule.queries_rotate
     keys, queries = (unevenness(plan, pass_) for pass_ in (Pass.FORWARD, Pass.QUERY))
-    read = plan.reading(of_queries=of_queries).elsewhere
-    whole = max(1, plan.rows * plan.size * (plan.size - 1))
+    remote_rows = plan.reading(of_queries=of_queries).elsewhere
+    most_rows = max(1, plan.rows * plan.size * (plan.size - 1))
     sizes = drawing.sent.items()
     volumes = ", ".join(f"{link} {_short(size)} of {_short(dense)}" for link, (size, dense) in sizes if dense)
     return (
         f"layout: {plan.layout}\n"
         f"work:   the busiest rank has {max(keys, queries):.3f} x the mean (where keys rotate {keys:.3f}, "
         f"where queries rotate {queries:.3f})\n"
-        f"read:   {read:,} rows of other positions, {read / whole:.1%} of {whole:,}\n"
+        f"read:   {remote_rows:,} rows of other positions, {remote_rows / most_rows:.1%} of {most_rows:,}\n"
         f"sent:   {volumes or 'nothing'}"
     )
 

@@ -212,13 +212,13 @@ def verify(schedule: Schedule, intra_size: int | None = None) -> None:
     """
     route = schedule.route
     members = frozenset(range(route.heads))
-    reads = [_reads(schedule, ring_rank) for ring_rank in range(route.ring_size)]
+    needs = [_needs(schedule, ring_rank) for ring_rank in range(route.ring_size)]
     ranks = []
     for number, program in enumerate(schedule.programs):
         ring_rank, member = route.placement.ring_rank(number), route.placement.member(number)
-        readers = frozenset(reader for reader, rows in enumerate(reads) if rows.get(ring_rank, ()) != ())
-        needs = reads[ring_rank], readers, members, _sources(schedule, ring_rank)
-        rank = _Rank(number, ring_rank, member, program, *needs)
+        readers = frozenset(reader for reader, (rows, _) in enumerate(needs) if rows[ring_rank] != ())
+        reads, sources = needs[ring_rank]
+        rank = _Rank(number, ring_rank, member, program, reads, readers, members, sources)
         rank.holds[HOME] = (Kind.DATA, ring_rank, None)
         ranks.append(rank)
     network = _Network(schedule, intra_size or route.span)
@@ -240,24 +240,17 @@ def _waiting(stuck: Sequence[_Rank], network: _Network) -> str:
     return "; ".join(f"{rank}{''.join(f' ({head})' for head in heads[rank.number])}" for rank in stuck)
 
 
-def _reads(schedule: Schedule, ring_rank: int) -> dict[int, Rows | None]:
-    """Return the rows of each block that a ring rank reads; None: all."""
-    sources, plan = range(schedule.route.ring_size), schedule.plan
-    if plan is None:
-        return dict.fromkeys(sources)
-    return {s: plan.needed(s, ring_rank, of_queries=schedule.queries_rotate) for s in sources}
+def _needs(schedule: Schedule, ring_rank: int) -> tuple[dict[int, Rows | None], frozenset[int]]:
+    """Return the rows of each block that a ring rank reads, None: all; and the sources that it computes.
 
-
-def _sources(schedule: Schedule, ring_rank: int) -> frozenset[int]:
-    """Return the ring ranks whose blocks have allowed pairs with the rows of a ring rank.
-
-    The home block always counts: it is computed even without allowed pairs.
+    Of the sources allowed pairs are computed, and of the home block even none.
     """
-    sources, plan = range(schedule.route.ring_size), schedule.plan
+    sources, plan, of_queries = range(schedule.route.ring_size), schedule.plan, schedule.queries_rotate
     if plan is None:
-        return frozenset(sources)
-    meets = plan.reading(of_queries=schedule.queries_rotate).meets
-    return frozenset(s for s in sources if s == ring_rank or bool(meets[s, ring_rank]))
+        return dict.fromkeys(sources), frozenset(sources)
+    meets = plan.reading(of_queries=of_queries).meets[:, ring_rank].tolist()
+    rows: dict[int, Rows | None] = {s: plan.needed(s, ring_rank, of_queries=of_queries) for s in sources}
+    return rows, frozenset(s for s in sources if s == ring_rank or meets[s])
 
 
 def _check_end(rank: _Rank) -> None:

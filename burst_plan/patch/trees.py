@@ -121,10 +121,10 @@ class SourceTree:
             end = "\r\n" if "\r\n" in text else "\n"
             file = _File(path, tuple(of_file), text.split(end), end)
             try:
-                rest = insertions.edited(of_file, file.lines, adds=False)
+                plain_lines = insertions.edited(of_file, file.lines, adds=False)
             except UnknownSourceError as error:
                 raise UnknownTreeError(f"{self.root} ({self.version}) is not known: {error}") from error
-            if foreign := next(filter(OURS.search, rest), None):
+            if foreign := next(filter(OURS.search, plain_lines), None):
                 raise UnknownTreeError(
                     f"{self.root} ({self.version}) has a line that no patch put there, in {path}: "
                     f"{foreign.strip()}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.choose import COPIES, expansion_seconds
+from burst_mcore.attention.choose import COPIES
 from burst_mcore.attention.geometry.rows import count
 from burst_mcore.attention.geometry.shard import Shard
 from burst_mcore.attention.schedule import route as route_module
@@ -35,8 +35,10 @@ class Sizes:
 
 
 def message_bytes(shard: Shard, route: Route, pass_: Pass, *, return_lse: bool = False) -> Sizes:
-    """Return the bytes of the messages in a pass."""
+    """Return the bytes of the messages in a pass, of the kinds that it has."""
     whole = route_module.message_bytes(shard, route, Pass(pass_), return_lse=return_lse)
+    if Pass(pass_) == Pass.FORWARD:
+        del whole[Kind.GRADIENT], whole[Kind.TOTAL]
     return Sizes(whole, shard.tokens * route.heads)
 
 
@@ -49,10 +51,15 @@ def link_bytes(program: Program, rank: int, sizes: Sizes, intra_size: int) -> di
     return volumes
 
 
+def bytes_of_all(programs: Sequence[Program], sizes: Sizes, intra_size: int) -> dict[Link, int]:
+    """Return the sum of `link_bytes` over the ranks."""
+    volumes = [link_bytes(program, rank, sizes, intra_size) for rank, program in enumerate(programs)]
+    return {link: sum(each[link] for each in volumes) for link in (Link.INTRA, Link.INTER)}
+
+
 def mean_bytes(programs: Sequence[Program], sizes: Sizes, intra_size: int) -> dict[Link, float]:
     """Return the mean of `link_bytes` over the ranks."""
-    volumes = [link_bytes(program, rank, sizes, intra_size) for rank, program in enumerate(programs)]
-    return {link: sum(each[link] for each in volumes) / len(volumes) for link in (Link.INTRA, Link.INTER)}
+    return {link: x / len(programs) for link, x in bytes_of_all(programs, sizes, intra_size).items()}
 
 
 def link_class(rank: int, peer: int, intra_size: int) -> Link:
@@ -79,13 +86,6 @@ def farther(rank: Tensor, peer: Tensor, rates: Rates) -> Tensor:
         crosses = rank // size != peer // size
         times = torch.where(crosses, times.clamp(min=rates.intra / rate), times)
     return times
-
-
-def home_expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
-    """Return the seconds to expand the rank's local rows, where K and V rotate or stay."""
-    if shard.latent_rotates and Pass(pass_) != Pass.QUERY:
-        return 0.0
-    return shard.tokens * expansion_seconds(shard, Pass(pass_), rates)
 
 
 PARCELS = (Kind.ROTATING_IN, Kind.STAYING_IN, Kind.STAYING_OUT, Kind.ROTATING_OUT)

@@ -10,18 +10,15 @@ from functools import lru_cache, partial
 
 from torch import Tensor
 
-from burst_mcore.attention.choose import Candidate, Family, Question, kernel_seconds
+from burst_mcore.attention.choose import Candidate, Family, Question, expansion_seconds, kernel_seconds
 from burst_mcore.attention.geometry.plan import Plan
 from burst_mcore.attention.geometry.reading import pairs_between
 from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.route import Route, schedule
-from burst_mcore.layout import Layout
-from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates
 from burst_plan.simulate.cost import (
     exchange_seconds,
-    home_expansion_seconds,
     host_seconds,
     mean_bytes,
     message_bytes,
@@ -45,8 +42,8 @@ class Costs:
 
     def mirrors(self, route: Route) -> tuple[Route, ...]:
         """Return a route in both ring directions, if the two differ."""
-        both = route.has_mirror and not self.plan.everything
-        return (route, replace(route, mirrored=True)) if both else (route,)
+        has_two = route.has_mirror and not self.plan.everything
+        return (route, replace(route, mirrored=True)) if has_two else (route,)
 
     def partners(self, direction: Pass) -> int:
         """Return the number of ring-rank pairs that exchange rows, in the pass with the most."""
@@ -73,11 +70,14 @@ class Costs:
         work = self.work(route, pass_)
         played = self.played.get((route, pass_)) or PlayedPass(work.busiest, work.busiest, {})
         # The device's seconds that the simulation of a schedule leaves out:
-        exchanged = exchange_seconds(route, message_bytes(self.shard, route, pass_), self.rates)
-        slowed = slowdown_seconds(played.sent, self.rates) if route.overlap else 0.0
-        expanded = home_expansion_seconds(self.shard, pass_, self.rates)
+        device = played.seconds
+        device += exchange_seconds(route, message_bytes(self.shard, route, pass_), self.rates)
+        if route.overlap:
+            device += slowdown_seconds(played.sent, self.rates)
+        if not self.shard.latent_rotates or pass_ == Pass.QUERY:
+            device += self.shard.tokens * expansion_seconds(self.shard, pass_, self.rates)
         host = host_seconds(work.calls, 2 * (route.heads > 1), self.rates)
-        return max(played.seconds + exchanged + slowed + expanded, host)
+        return max(device, host)
 
     def play(self, route: Route, directions: Sequence[Pass], limit: float = math.inf) -> list[Pass]:
         """Simulate a route's passes in both ring directions; return the directions that may end in time.
@@ -100,15 +100,15 @@ class Costs:
         requests: dict[tuple[Route, Pass], RoutedPass] = {}
         for way, pass_ in itertools.product(self.mirrors(route), passes):
             # Not hidden: messages take the multiprocessors that compute.
-            played = way if self.rates.hidden else replace(way, overlap=False)
+            variant = way if self.rates.hidden else replace(way, overlap=False)
             sizes = message_bytes(self.shard, route, pass_)
-            requests[way, pass_] = RoutedPass(played, pass_, sizes, self.work(route, pass_))
-        at_once = {key: routed for key, routed in requests.items() if self.in_lockstep(routed)}
-        played_all = play_all(self.plan, [*at_once.values()], self.ranks.intra, self.rates, limit)
-        self.played |= zip(at_once, played_all, strict=True)
-        for key, routed in requests.items():
-            if key not in at_once:
-                self.played[key] = self.one_by_one(routed)
+            requests[way, pass_] = RoutedPass(variant, pass_, sizes, self.work(route, pass_))
+        together = {key: request for key, request in requests.items() if self.in_lockstep(request)}
+        results = play_all(self.plan, [*together.values()], self.ranks.intra, self.rates, limit)
+        self.played |= zip(together, results, strict=True)
+        for key, request in requests.items():
+            if key not in together:
+                self.played[key] = self.one_by_one(request)
 
     def work(self, route: Route, pass_: Pass) -> KernelWork:
         if pass_ not in self.works:
@@ -116,21 +116,19 @@ class Costs:
             self.works[pass_] = work_of(self.shard, pairs, route, pass_, self.rates)
         return self.works[pass_]
 
-    def in_lockstep(self, routed: RoutedPass) -> bool:
-        reading = self.plan.reading(of_queries=routed.of_queries)
-        return not routed.route.direct or bool(reading.meets.all())
+    def in_lockstep(self, request: RoutedPass) -> bool:
+        reading = self.plan.reading(of_queries=request.of_queries)
+        return not request.route.direct or bool(reading.meets.all())
 
-    def one_by_one(self, routed: RoutedPass) -> PlayedPass:
-        drawn = schedule(routed.route, routed.pass_, self.plan)
-        timeline = play(drawn, routed.sizes, routed.work.of_action, self.ranks.intra, self.rates)
-        volumes = mean_bytes(drawn.programs, routed.sizes, self.ranks.intra)
-        return PlayedPass(timeline.seconds, routed.work.busiest, volumes)
+    def one_by_one(self, request: RoutedPass) -> PlayedPass:
+        drawing = schedule(request.route, request.pass_, self.plan)
+        timeline = play(drawing, request.sizes, request.work.of_action, self.ranks.intra, self.rates)
+        volumes = mean_bytes(drawing.programs, request.sizes, self.ranks.intra)
+        return PlayedPass(timeline.seconds, request.work.busiest, volumes)
 
 
-@lru_cache(maxsize=4)
-def pairs_of(layout: Layout, mask: Mask, n: int, ranks: int) -> Tensor:
-    """Return the query-key pairs by rank of queries and rank of keys, [ranks, ranks]. Cached."""
-    return pairs_between(layout, mask, n, ranks)
+pairs_of = lru_cache(maxsize=4)(pairs_between)
+"""The query-key pairs of a layout by rank of queries and rank of keys, [ranks, ranks]. Cached."""
 
 
 def work_of(shard: Shard, pairs: Tensor, route: Route, pass_: Pass, rates: Rates) -> KernelWork:

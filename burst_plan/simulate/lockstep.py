@@ -1,6 +1,6 @@
 """The simulator of all ranks in lockstep: the same results as `simulate.play`, but quick for large rings.
 
-Without omitted messages the programs of all ranks are one program, shifted (`MovedPrograms`). So one
+Without omitted messages the programs of all ranks are one program, shifted (`counted.moved`). So one
 program is enough, and every rank does its n-th action together. Clocks and numbers of rows are vectors over
 the ranks. A message without rows is no message. Passes whose programs differ by numbers alone, such as both
 backwards, and a ring and its mirror image, are simulated together. Messages to several receivers share
@@ -24,7 +24,7 @@ from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.schedule.actions import Channel, Compute, Kind, Link, Pass, Program, Send, Wait
 from burst_mcore.attention.schedule.heads import Moves, with_heads
 from burst_mcore.attention.schedule.ring import without_overlap
-from burst_mcore.attention.schedule.route import PASSES, Route, itinerary, on_ring
+from burst_mcore.attention.schedule.route import PASSES, Route, on_ring
 from burst_mcore.rates import Rates
 from burst_plan.simulate.cost import Sizes, farther, stretched
 from burst_plan.simulate.counted import UNSENT, Counted, OfAll, RowCounts, moved
@@ -130,25 +130,17 @@ class KernelWork:
         return float(self.whole.sum(1).max())
 
 
-def _has_messages(pass_: Pass, kind: Kind) -> bool:
-    """Return whether a pass has messages of a kind."""
-    moves = PASSES[pass_]
-    if kind in (Kind.GRADIENT, Kind.TOTAL, Kind.ROTATING_OUT):
-        return moves.gradients
-    return {Kind.ROTATING_IN: moves.block, Kind.STAYING_IN: moves.rows}.get(kind, True)
-
-
 def play_all(
     plan: Plan, passes: Sequence[RoutedPass], intra_size: int, rates: Rates, limit: float = torch.inf
 ) -> list[PlayedPass]:
     """Simulate passes over ring ranks of `plan`, on nodes of `intra_size` ranks, to the end or to `limit`."""
     kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, routed in enumerate(passes):
-        kinds[routed.kind].append(index)
+    for index, request in enumerate(passes):
+        kinds[request.kind].append(index)
     played_by_index: dict[int, PlayedPass] = {}
     for of_kind in kinds.values():
-        played = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play(limit)
-        played_by_index.update(zip(of_kind, played, strict=True))
+        results = _Lockstep(plan, [passes[index] for index in of_kind], intra_size, rates).play(limit)
+        played_by_index.update(zip(of_kind, results, strict=True))
     return [played_by_index[index] for index in range(len(passes))]
 
 
@@ -185,9 +177,7 @@ class _Lockstep:
         self.passes, self.intra, self.rates = passes, intra, rates
         self.route = route = passes[0].route
         self.heads, self.ring_size, self.placement = route.heads, route.ring_size, route.placement
-        self.moved = moved(route.nodes, route.intra)
         self.rank = torch.arange(self.route.size)
-        self.of_ranks: dict[int, Tensor] = {}
         self.ring_rank, self.member = self.placement.ring_rank(self.rank), self.placement.member(self.rank)
         other_end = self.placement.rank(self.ring_size - 1 - self.ring_rank, self.member)
         self.number = torch.stack([other_end if x.route.mirrored else self.rank for x in passes], 1)
@@ -205,17 +195,10 @@ class _Lockstep:
         self.crowd: _Crowd | None = None
         """The same as tensors; None after a new message."""
 
-    def counts_in(self, plan: Plan, routed: RoutedPass) -> RowCounts:
-        """Return the rows that ranks read in a pass; a mirrored ring is counted from the other end."""
-        route, places = routed.route, None
-        if not route.direct:
-            places = itinerary(plan, route.nodes, route.intra, route.turn, routed.of_queries)
-        return RowCounts(plan.reading(of_queries=routed.of_queries), places, mirrored=route.mirrored)
-
     def of_all(self, plan: Plan) -> Program[Counted]:
         """Return the program of rank 0 with every message, and with numbers of rows for all ranks."""
-        row_counts = [self.counts_in(plan, routed) for routed in self.passes]
-        route, moves = self.route, [PASSES[routed.pass_] for routed in self.passes]
+        row_counts = [RowCounts(plan, each.route, of_queries=each.of_queries) for each in self.passes]
+        route, moves = self.route, [PASSES[request.pass_] for request in self.passes]
         every = Moves(
             "all passes",
             gradients=any(each.gradients for each in moves),
@@ -225,31 +208,20 @@ class _Lockstep:
         route = replace(route, mirrored=False)
         ring = on_ring(0, route, every, OfAll(row_counts))
         if self.heads > 1:
-            steps = (x.last_steps(route.nodes, route.intra, gradients=every.gradients) for x in row_counts)
-            last = torch.stack([*steps], 1)
+            last = torch.stack([each.last_steps(gradients=every.gradients) for each in row_counts], 1)
             none = torch.full(last.shape, UNSENT, dtype=torch.float64)
-            leaving = {
-                step: (Counted(none.masked_fill(last == step, plan.rows)[None], 0, 0),)
-                for step in last.unique().tolist()
-            }
+            steps_of_results = last.unique().tolist()
+            leaving = {x: (Counted(none.masked_fill(last == x, plan.rows), 0),) for x in steps_of_results}
             ring = with_heads(ring, 0, self.placement, every, by_part=route.overlap, leaving=leaving)
         return ring if route.overlap else without_overlap(ring)
 
-    @cached_property
-    def a_row(self) -> dict[Kind, Tensor]:
-        """The bytes of a row by kind of message, [W]."""
-        return {kind: whole / self.passes[0].sizes.rows for kind, whole in self.scale.items()}
-
     def of_kinds(self) -> tuple[dict[Kind, Tensor], dict[Kind, Tensor]]:
-        """Return by kind of message: bytes of all rows, [W]; and `UNSENT` for passes without that kind."""
-        scale, absent = {}, {}
-        for kind in Kind:
-            present = [_has_messages(routed.pass_, kind) for routed in self.passes]
-            whole = [routed.sizes.whole.get(kind, 0) for routed in self.passes]
-            scale[kind] = torch.tensor(whole, dtype=torch.float64)
-            if not all(present):
-                absent[kind] = torch.zeros_like(scale[kind]).masked_fill_(~torch.tensor(present), UNSENT)
-        return scale, absent
+        """Return by kind of message, [W]: bytes of all rows, and 0; in passes without it 1, and `UNSENT`."""
+        sizes = [request.sizes.whole for request in self.passes]
+        dtype = torch.float64
+        scale = {kind: torch.tensor([x.get(kind, 1) for x in sizes], dtype=dtype) for kind in Kind}
+        marks = {kind: [0.0 if kind in x else UNSENT for x in sizes] for kind in Kind}
+        return scale, {kind: torch.tensor(marks[kind], dtype=dtype) for kind in Kind}
 
     def rivals(self) -> set[int]:
         """Return the sends, by index, that may share a link with the same rank's messages to other ranks."""
@@ -279,8 +251,8 @@ class _Lockstep:
     def peers_of(self, peer: int) -> _Peers:
         """Return the receivers of all ranks for a send of rank 0 to `peer`."""
         if peer not in self.peers:
-            ring_rank, member = self.ring_rank, (self.member + self.placement.member(peer)) % self.heads
-            to = self.placement.rank(self.moved.to(self.placement.ring_rank(peer))[ring_rank], member)
+            ring_rank = self.counterparts(self.placement.ring_rank(peer))
+            to = self.placement.rank(ring_rank, (self.member + self.placement.member(peer)) % self.heads)
             back = torch.empty_like(to)
             back[to] = self.rank
             inter = self.number[to] // self.intra != self.number // self.intra
@@ -320,42 +292,37 @@ class _Lockstep:
         if action.part is None:
             return self.seconds_by_place.index_select(0, self.ring_rank * self.ring_size + source)
         member, per_pass = (self.member + action.part) % self.heads, []  # the program is that of member 0
-        for routed in self.passes:  # a mirrored ring is counted from the other end
-            x, y = (-1 - self.ring_rank, -1 - source) if routed.route.mirrored else (self.ring_rank, source)
-            per_pass.append(routed.work.parts[x, member, y])
+        for request in self.passes:  # a mirrored ring is counted from the other end
+            x, y = (-1 - self.ring_rank, -1 - source) if request.route.mirrored else (self.ring_rank, source)
+            per_pass.append(request.work.parts[x, member, y])
         return torch.stack(per_pass, 1)
 
     @cached_property
     def seconds_by_place(self) -> Tensor:
         """The seconds by ring rank and source, of every pass: [P * P, W]."""
-        columns = [routed.work.whole.view(-1).double() for routed in self.passes]
-        mirrored = [routed.route.mirrored for routed in self.passes]
-        return torch.stack([x.flip(0) if other else x for x, other in zip(columns, mirrored, strict=True)], 1)
+        columns = [request.work.whole.view(-1).double() for request in self.passes]
+        flips = [request.route.mirrored for request in self.passes]
+        return torch.stack([x.flip(0) if flip else x for x, flip in zip(columns, flips, strict=True)], 1)
 
     def counterparts(self, ring_rank: int) -> Tensor:
         """Return the counterpart that each rank has of rank 0's `ring_rank`, [G]."""
-        if self.heads == 1:
-            return self.moved.to(ring_rank)
-        if ring_rank not in self.of_ranks:
-            self.of_ranks[ring_rank] = self.moved.to(ring_rank).index_select(0, self.ring_rank)
-        return self.of_ranks[ring_rank]
+        return moved(self.route.nodes, self.route.intra, ring_rank).index_select(0, self.ring_rank)
 
     def bytes_of(self, send: Send | Send[Counted]) -> Tensor:
         """Return the bytes of a send, [G, W]; below zero for no message."""
         kind = send.channel.kind
-        if send.rows is None:
-            size = self.scale[kind].expand_as(self.clock)
-        else:
+        size = self.scale[kind].expand_as(self.clock)
+        if send.rows is not None:
             (entry,) = send.rows
-            assert isinstance(entry, Counted)  # a given program moves whole blocks
-            rows = entry.table[entry.entry].index_select(0, self.counterparts(entry.owner))
-            size = rows * self.a_row[kind]
-        return size + self.absent[kind] if kind in self.absent else size
+            assert isinstance(entry, Counted)  # the program of a caller moves whole blocks
+            rows = entry.rows.index_select(0, self.counterparts(entry.owner))
+            size = rows * (self.scale[kind] / self.passes[0].sizes.rows)
+        return size + self.absent[kind]
 
     def empty(self, send: Send | Send[Counted]) -> bool:
         """Return whether no rank has a row to send, in any pass."""
         entry = send.rows and send.rows[0]
-        return isinstance(entry, Counted) and float(entry.table[entry.entry].amax()) <= 0
+        return isinstance(entry, Counted) and float(entry.rows.amax()) <= 0
 
     def post(self, send: Send | Send[Counted], *, shares: bool) -> None:
         """Start a message at both ends: each rank receives with the same action as it sends."""
@@ -364,17 +331,16 @@ class _Lockstep:
         if self.rates.crowding or self.rates.levels:
             size = size * self.stretch(send.channel.link, peers)
         begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))  # once both ends are posted
+        if not shares:
+            self.deliver([other for other in self.pending if other.peers is peers])
+        begin = torch.maximum(begin, peers.busy)
+        message = _Message(peers, begin, size, begin + size / peers.rate)
         if shares:
-            begin = torch.maximum(begin, peers.busy)
-            end = torch.full_like(begin, torch.inf).masked_fill_(size <= 0, NEVER)
-            message = _Message(peers, begin, size, end)
+            message.end = torch.full_like(begin, torch.inf).masked_fill_(size <= 0, NEVER)
             self.pending.append(message)
             self.crowd = None
         else:
-            self.deliver([other for other in self.pending if other.peers is peers])
-            end = torch.maximum(begin, peers.busy).add_(size / peers.rate)
-            peers.busy = torch.maximum(peers.busy, end)
-            message = _Message(peers, begin, size, end)
+            peers.busy = torch.maximum(peers.busy, message.end)
         self.under_way[send.channel].append(message)
 
     def stretch(self, link: Link, peers: _Peers) -> Tensor:
@@ -388,9 +354,9 @@ class _Lockstep:
         channels.clear()
         self.deliver(messages)
         for message in messages:
-            arrived = message.end + self.rates.latency
-            arrival_back = arrived.index_select(0, message.peers.back)  # a wait is for a send and a receive
-            self.clock = torch.maximum(self.clock, torch.maximum(arrived, arrival_back, out=arrival_back))
+            arrival = message.end + self.rates.latency
+            arrival_back = arrival.index_select(0, message.peers.back)  # a wait is for a send and a receive
+            self.clock = torch.maximum(self.clock, torch.maximum(arrival, arrival_back, out=arrival_back))
 
     def deliver(self, messages: list[_Message]) -> None:
         """Advance time until messages arrive, if their arrival is not known yet."""
@@ -398,10 +364,10 @@ class _Lockstep:
         if unknown and self.crowd is None:
             self.crowd = _Crowd(self.pending)
             self.pending = self.crowd.messages
-        awaited = [row for row, other in enumerate(self.pending) if other in unknown]
+        rows = [row for row, other in enumerate(self.pending) if other in unknown]
         for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
-            if self.crowd and awaited:
-                self.links[link] = self.crowd.carry(awaited, bool(link), self.links[link], rate)
+            if self.crowd and rows:
+                self.links[link] = self.crowd.carry(rows, bool(link), self.links[link], rate)
         for message in unknown:
             message.peers.busy = torch.maximum(message.peers.busy, message.end)
 
@@ -459,9 +425,9 @@ class _Crowd:
         """Return the messages in transfer: the first begun message to each receiver."""
         start, *others = self.as_long
         first, ahead = begun.clone(), begun[:start].clone()
-        for many in others:
-            places = slice(start, start + many)
-            first[places] &= ~ahead[:many]
-            ahead[:many] |= begun[places]
-            start += many
+        for count in others:
+            places = slice(start, start + count)
+            first[places] &= ~ahead[:count]
+            ahead[:count] |= begun[places]
+            start += count
         return first

@@ -73,16 +73,15 @@ class Timeline(NamedTuple):
         """Time at which the slowest rank ends."""
         return max(event.ended for event in self.events)
 
-    def exposed(self, rank: int | None = None) -> list[Exposed]:
-        """Return the waits of a rank, the longest first; by default of the rank that ends last.
+    def exposed(self) -> list[Exposed]:
+        """Return the waits of the rank that ends last, the longest first.
 
         Of several ranks that end together, this is the rank that waits longest.
         """
-        if rank is None:
-            waited: dict[int, float] = defaultdict(float)
-            for wait in self.waits:
-                waited[wait.rank] += wait.seconds
-            rank = max(self.events, key=lambda event: (event.ended, waited[event.rank], -event.rank)).rank
+        total: dict[int, float] = defaultdict(float)
+        for wait in self.waits:
+            total[wait.rank] += wait.seconds
+        rank = max(self.events, key=lambda event: (event.ended, total[event.rank], -event.rank)).rank
         waits = (wait for wait in self.waits if wait.rank == rank)
         return sorted(waits, key=lambda wait: (-wait.seconds, wait.began))
 
@@ -169,8 +168,8 @@ class _Player:
         while self.agenda and not self.woken:
             self.now, _, happen = heapq.heappop(self.agenda)
             happen()
-        woken, self.woken = self.woken, []
-        return woken or None
+        ranks, self.woken = self.woken, []
+        return ranks or None
 
     def later(self, when: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self.agenda, (when, self.order, happen))
@@ -212,15 +211,15 @@ class _Player:
     def post(self, rank: _Rank, action: Send | Recv, now: float) -> None:
         sends = isinstance(action, Send)
         sender, receiver = (rank.number, action.peer) if sends else (action.peer, rank.number)
-        both = self.mail[sender, receiver, action.channel.link, action.channel.kind]
-        ours, theirs = both if sends else both[::-1]
-        if theirs:
-            message = theirs.popleft()
+        queues = self.mail[sender, receiver, action.channel.link, action.channel.kind]
+        same_end, other_end = queues if sends else queues[::-1]
+        if other_end:
+            message = other_end.popleft()
         else:
             where = link_class(sender, receiver, self.intra)
             size = self.sizes.of(action) * self.stretch(action.channel.link, where, sender, receiver)
             message = _Message(size, receiver, self.links[sender, where])
-            ours.append(message)
+            same_end.append(message)
         message.ends.append(rank)
         rank.under_way[action.channel].append((action, message, now))
         if len(message.ends) == 2:  # posted at both ends
@@ -276,10 +275,10 @@ class _Player:
     def note(self, rank: _Rank, wait: Wait, last: Send | Recv) -> None:
         """Record that a rank waited, if any time passed."""
         assert rank.waits_since is not None
-        waited = self.now - rank.waits_since
-        if waited > 0:
+        seconds = self.now - rank.waits_since
+        if seconds > 0:
             where, message = lane(wait.channel), (str(last), last.step, last.peer)
-            self.waits.append(Exposed(rank.number, wait.step, where, *message, rank.waits_since, waited))
+            self.waits.append(Exposed(rank.number, wait.step, where, *message, rank.waits_since, seconds))
 
 
 def play(schedule: Schedule, sizes: Sizes, seconds: Seconds, intra_size: int, rates: Rates) -> Timeline:

@@ -14,10 +14,10 @@ PHRASES = {
 }
 
 
-def to_paste(ring: str, heads: int, placement: str, direction: str) -> str:
+def to_paste(c: Candidate) -> str:
     """Return the settings of `BurstConfig` for a candidate, ready to paste."""
-    outer = ", head_placement='outer'" * (placement == "outer")
-    return f"ring={ring!r}, head_parallel={heads}{outer}, backward={direction!r}"
+    outer = ", head_placement='outer'" * c.route.outer
+    return f"ring={c.ring!r}, head_parallel={c.route.heads}{outer}, backward={c.direction.value!r}"
 
 
 def reason(chosen: Candidate, costed: Sequence[Candidate]) -> str:
@@ -49,12 +49,12 @@ def _preferred(chosen: Candidate, rival: Candidate) -> str:
     """Return the reason why a candidate is preferred to an equally fast rival."""
     if chosen.family != rival.family:
         return f"{PHRASES[chosen.family]} is plainer than {PHRASES[rival.family]}"
-    for link, ours, theirs in (
+    for link, size, of_rival in (
         ("between nodes", chosen.inter_bytes, rival.inter_bytes),
         ("within nodes", chosen.intra_bytes, rival.intra_bytes),
     ):
-        if ours != theirs:
-            return (
-                f"it moves {1 - ours / theirs:.0%} fewer bytes {link}" if ours < theirs else "it is plainer"
-            )
+        if size < of_rival:
+            return f"it moves {1 - size / of_rival:.0%} fewer bytes {link}"
+        if size > of_rival:
+            break
     return "it is plainer"

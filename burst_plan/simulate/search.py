@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -57,10 +56,7 @@ def candidates(question: Question, settings: Settings, *, every: bool = True) ->
             route: word for route, word in routes(question, settings).items() if near is None or route in near
         }
         family = {route: Family.of(route, question.ranks.intra) for route in words}
-        least = dict[Route, float]()
-        for each in words:
-            costs = costs_at(each.placement)
-            least[each] = min(costs.least(each, side) for side in settings.directions)
+        least = {x: min(costs_at(x.placement).least(x, side) for side in settings.directions) for x in words}
         limit = AS_FAST * min(least.values(), default=0.0)
         waiting = sorted(words, key=lambda x: (least[x] > limit, family[x], least[x]))
         while route := next((x for x in waiting if every or _matters(family[x], least[x], costed)), None):
@@ -85,12 +81,12 @@ def _near(question: Question, settings: Settings) -> dict[Route, list[Pass]]:
     """Return the candidates that the rule counts within `NEAR` of its best: a route's directions."""
     options = counted_candidates(question, settings)
     limit = NEAR * min(each.seconds for each in options)
-    near = defaultdict[Route, list[Pass]](list)
+    near: dict[Route, list[Pass]] = {}
     for each in options:
-        route = replace(each.route, mirrored=False)
-        if each.seconds <= limit and each.direction not in near[route]:
-            near[route].append(each.direction)
-    return {route: sides for route, sides in near.items() if sides}
+        if each.seconds <= limit:
+            sides = near.setdefault(replace(each.route, mirrored=False), [])
+            sides += [each.direction] * (each.direction not in sides)
+    return near
 
 
 def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
@@ -100,8 +96,8 @@ def _matters(family: Family, least: float, costed: Sequence[Candidate]) -> bool:
     """
     if not costed:
         return True
-    chosen, limit = best(costed), AS_FAST * min(each.seconds for each in costed)
-    return least <= limit and (family <= chosen.family or AS_FAST * least < chosen.seconds)
+    choice, limit = best(costed), AS_FAST * min(each.seconds for each in costed)
+    return least <= limit and (family <= choice.family or AS_FAST * least < choice.seconds)
 
 
 def costed(
@@ -137,16 +133,11 @@ def taken(config: BurstConfig, question: Question, known: Sequence[Candidate] = 
     for each in known:
         if (each.route, each.direction) == (route, direction):
             return each
-    settings = settings_of(config, question)
-    word = next(word for each, word in routes(question, settings).items() if _same(each, route))
     costs = Costs(question, route.placement)
-    costs.simulate(replace(route, mirrored=False), [Pass.FORWARD, direction], math.inf)
-    return costs.candidate(word, route, direction)
-
-
-def _same(each: Route, other: Route) -> bool:
-    """Return whether two routes are the same up to the ring's direction."""
-    return replace(each, mirrored=other.mirrored) == other
+    one_way = replace(route, mirrored=False)
+    costs.simulate(one_way, [Pass.FORWARD, direction], math.inf)
+    ring = routes(question, settings_of(config, question))[one_way]
+    return costs.candidate(ring, route, direction)
 
 
 def _may_be(costs: Costs, route: Route, direction: Pass, settings: Settings, *, quick: bool) -> bool:

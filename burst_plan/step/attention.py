@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from burst_mcore.attention.choose import AS_FAST, Question
+from burst_mcore.attention.choose import AS_FAST, Candidate, Question
 from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout
@@ -76,12 +76,20 @@ def attention(
     Raises:
         ValueError: a mask or settings that do not go with the sequence and the ranks.
     """
-    if config is not None:
-        return _by(config, shard, seq, ranks, rates, mask)
-    settings = (replace(OPEN, layout=layout) for layout in _layouts(mask, seq, ranks.size, layouts))
-    return min(
-        (_by(one, shard, seq, ranks, rates, mask) for one in settings),
-        key=lambda one: one.forward + one.backward,
+    settings = [replace(OPEN, layout=layout) for layout in _layouts(mask, seq, ranks.size, layouts)]
+    where = shard, seq, ranks, rates, mask
+    options = [(each, _best(each, *where)) for each in (settings if config is None else [config])]
+    config, best = min(options, key=lambda option: option[1].seconds)
+    return AttentionTime(
+        forward=best.forward_seconds,
+        backward=best.backward_seconds,
+        kernel=best.compute_seconds,
+        layout=str(Layout.of(config.layout)),
+        ring=best.ring,
+        head_parallel=best.route.heads,
+        head_placement="outer" if best.route.outer else "inner",
+        direction=str(best.direction.value),
+        nodes=best.route.nodes,
     )
 
 
@@ -95,42 +103,27 @@ def _layouts(mask: str, seq: int, ranks: int, layouts: Sequence[str]) -> Sequenc
 
 
 @lru_cache(maxsize=2048)
-def _by(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> AttentionTime:
-    chosen = fastest(config, _question(config.layout, shard, seq, ranks, rates, mask))
-    return AttentionTime(
-        forward=chosen.forward_seconds,
-        backward=chosen.backward_seconds,
-        kernel=chosen.compute_seconds,
-        layout=str(Layout.of(config.layout)),
-        ring=chosen.ring,
-        head_parallel=chosen.route.heads,
-        head_placement="outer" if chosen.route.outer else "inner",
-        direction=str(chosen.direction.value),
-        nodes=chosen.route.nodes,
-    )
+def _best(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> Candidate:
+    return fastest(config, _question(config, shard, seq, ranks, rates, mask))
 
 
-def _question(
-    layout: Layout | str, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str
-) -> Question:
-    sharded = Layout.of(layout)
-    padded = sharded.padded(seq, ranks.size)
-    shard = replace(shard, tokens=padded // ranks.size)
-    return Question(shard, sharded, mask_of(mask, padded), padded, ranks, rates)
+def _question(config: BurstConfig, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> Question:
+    layout = Layout.of(config.layout)
+    tokens = layout.padded(seq, ranks.size)
+    shard = replace(shard, tokens=tokens // ranks.size)
+    return Question(shard, layout, mask_of(mask, tokens), tokens, ranks, rates)
 
 
-def beside_rule(runs: AttentionTime, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> str:
-    """Describe the candidate of a call's rule on the same layout, and how much slower it is."""
-    question = _question(runs.layout, shard, seq, ranks, rates, mask)
-    taken_way = taken(replace(OPEN, layout=runs.layout), question)
-    route, behind = taken_way.route, taken_way.seconds / (runs.forward + runs.backward) - 1
-    placement = "outer" if route.outer else "inner"
-    plan = to_paste(taken_way.ring, route.heads, placement, taken_way.direction.value)
-    words = f'rule of a call with all "auto": {plan}, '
-    if behind <= AS_FAST - 1:
+def beside_rule(layout: str, shard: Shard, seq: int, ranks: Ranks, rates: Rates, mask: str) -> str:
+    """Describe the candidate of a call's rule beside the best on a layout, and how much slower it is."""
+    config = replace(OPEN, layout=layout)
+    where = shard, seq, ranks, rates, mask
+    rule, best = taken(config, _question(config, *where)), _best(config, *where)
+    words = f'rule of a call with all "auto": {to_paste(rule)}, '
+    excess = rule.seconds / best.seconds - 1
+    if excess <= AS_FAST - 1:
         return f"{words}as fast (simulated)"
-    settings = to_paste(runs.ring, runs.head_parallel, runs.head_placement, runs.direction)
-    return f"{words}{behind:.0%} slower (simulated); to paste: {settings}"
+    return f"{words}{excess:.0%} slower (simulated); to paste: {to_paste(best)}"
 
 
 def keys(mask: str, seq: int) -> float:

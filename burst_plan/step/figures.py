@@ -74,8 +74,8 @@ class Errors(NamedTuple):
             return f"predicted; no public run of this kind ({self.kind}) was compared"
         runs = f"{self.runs} public run{'s' * (self.runs > 1)}"
         return (
-            f"predicted; on {runs} of this kind ({self.kind}) predictions were {self.low:+.0%} to "
-            f"{self.high:+.0%} off the measured speed"
+            f"predicted; on {runs} of this kind ({self.kind}) predictions were {self.range} off the measured "
+            "speed"
         )
 
 

@@ -75,14 +75,11 @@ class Plan:
         return {"none": 1.0, "full": 0.0, "attention": 1.0, "segment": self.keep}[self.recompute]
 
     def ring(self, cluster: Ranks) -> Ranks:
-        """Return the ranks that share a sequence: neighbours, apart from ranks that share matrices."""
-        return self._neighbours(self.cp, cluster)
+        """Return the ranks that share a sequence."""
+        return self.neighbours(self.cp, cluster)
 
-    def shares_experts(self, cluster: Ranks) -> Ranks:
-        """Return the ranks that share experts: neighbours, apart from ranks that share matrices."""
-        return self._neighbours(self.ep, cluster)
-
-    def _neighbours(self, ranks: int, cluster: Ranks) -> Ranks:
+    def neighbours(self, ranks: int, cluster: Ranks) -> Ranks:
+        """Return so many ranks, without those that share matrices with them: the next on a cluster."""
         return Ranks(ranks, min(ranks, max(1, cluster.intra // self.tp)))
 
     def __str__(self) -> str:
@@ -151,5 +148,5 @@ def _why_not_experts(plan: Plan, model: Model, cluster: Ranks) -> str | None:
         return f"EP {plan.ep} does not divide {model.experts} experts"
     if plan.sharded % plan.ep:
         return f"EP {plan.ep} does not divide the CP {plan.cp} x DP {plan.dp} ranks"
-    intra = plan.shares_experts(cluster).intra
+    intra = plan.neighbours(plan.ep, cluster).intra
     return f"EP {plan.ep} does not go evenly on nodes with {intra} of its ranks" if plan.ep % intra else None

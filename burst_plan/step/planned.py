@@ -115,7 +115,7 @@ def recommendation(answer: Answer) -> list[str]:
     if plan.cp > 1 and answer.model.attending:
         shard = shard_of(answer.model, plan, answer.seq)
         where = answer.seq, plan.ring(place.ranks), place.rates, answer.mask
-        lines.append(beside_rule(runs, shard, *where))
+        lines.append(beside_rule(runs.layout, shard, *where))
     lines += [*layers, "", _stack(answer.chosen), ""]
     for best in filter(None, map(answer.best_of, FRAMEWORKS)):
         title = f"{best.plan}; add {MISSING[best.plan.framework]}:"

@@ -35,8 +35,6 @@ class Answer:
     """Infeasible plans, with reasons."""
     legal: list[Plan]
     """Plans that are feasible apart from memory."""
-    pinned: Mapping[str, int]
-    """Degrees that the user gave."""
     mask: str = "causal"
 
     @cached_property
@@ -51,8 +49,8 @@ class Answer:
 
     def best_of(self, framework: str) -> PredictedStep | None:
         """Return the recommended plan of a framework."""
-        ours = [one for one in self.ranked if one.plan.framework == framework]
-        as_fast = [one for one in _close(self.ranked) if one in ours] or _close(ours)
+        steps = [one for one in self.ranked if one.plan.framework == framework]
+        as_fast = [one for one in _close(self.ranked) if one in steps] or _close(steps)
         return min(as_fast, key=_plain, default=None)
 
     @property
@@ -181,7 +179,7 @@ def search(
         why = infeasible[0][1] if infeasible else _why_none(place.ranks, batch, pinned)
         raise ValueError(f"no plan over {place.ranks.size} ranks with {degrees}: {why}")
     ranked.sort(key=lambda one: one.seconds)
-    return Answer(model, seq, batch, place, ranked, infeasible, legal, pinned, mask)
+    return Answer(model, seq, batch, place, ranked, infeasible, legal, mask)
 
 
 def _why_none(cluster: Ranks, batch: int, pinned: Mapping[str, int]) -> str:
@@ -219,11 +217,7 @@ def too_large(memory: dict[str, float], place: Cluster) -> str | None:
 
 
 def plans(
-    model: Model,
-    cluster: Ranks,
-    batch: int,
-    pinned: Mapping[str, int],
-    frameworks: Sequence[str] = FRAMEWORKS,
+    model: Model, cluster: Ranks, batch: int, pinned: Mapping[str, int], frameworks: Sequence[str]
 ) -> Iterator[Plan]:
     """Yield all plans whose degrees make up the cluster and whose ranks divide the batch."""
     for framework in frameworks:
@@ -251,8 +245,8 @@ def _degrees(
             continue
         if framework == "deepspeed" and (tp > 1 or pp > 1):
             continue
-        dp, rest = divmod(cluster.size, tp * pp * cp)
-        if rest or dp < 1 or batch % dp or tp > cluster.intra:
+        dp, remainder = divmod(cluster.size, tp * pp * cp)
+        if remainder or dp < 1 or batch % dp or tp > cluster.intra:
             continue
         alike = math.gcd(cp * dp, model.experts) if model.experts else 1
         experts = [pinned["ep"]] if "ep" in pinned else [n for n in divisors if alike % n == 0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.rates import Rates
-from burst_plan.machines import CONSTANTS, Constants
+from burst_plan.machines import CONSTANTS
 from burst_plan.step.attention import AttentionTime
 from burst_plan.step.memory import parameters, shard_of
 from burst_plan.step.model import Mixer, Model
@@ -67,7 +67,6 @@ def times(
     peak: float,
     attention: AttentionTime,
     again: float = 0.0,
-    constants: Constants = CONSTANTS,
 ) -> Times:
     """Return the seconds of a step. All micro-batches of the fullest stage are counted, in turn.
 
@@ -77,8 +76,8 @@ def times(
     """
     rows = plan.micro * seq / plan.cp / plan.tp
     layers, mixer = model.layers / plan.pp, model.mixer
-    rate = peak * constants.products
-    passes = FORWARD + BACKWARD + plan.recomputes * FORWARD
+    rate = peak * CONSTANTS.products
+    passes = _passes(plan)
     product = 2 * rows / rate
     calls, attends = plan.micro * layers, plan.micro * model.attending / plan.pp
     kernel_forward = attention.forward * attention.share
@@ -96,7 +95,7 @@ def times(
         "attention backward": attends * kernel_backward,
         mixer.kind or "recurrence": kernels,
         "loss": model.head * product * (FORWARD + BACKWARD),
-        "optimizer": _optimizer(model, plan, rates, constants),
+        "optimizer": _optimizer(model, plan, rates),
     }
     busy = sum(compute.values()) - compute["optimizer"]
     around = attends * (1 - attention.share) * (attention.forward * (1 + again) + attention.backward)
@@ -108,15 +107,20 @@ def times(
     exposed = {
         cause if plan.cp > 1 else "kernel launches": around,  # a ring of one position is none
         **{name: (2 + plan.recomputes) * seconds for name, seconds in exchanged.items()},
-        "tensor parallel": _tensor(model, plan, calls, seq, cluster, rates, passes, product / plan.micro),
-        "tokens to experts": _experts(model, plan, calls, seq, cluster, rates, passes),
+        "tensor parallel": _tensor(model, plan, calls, seq, cluster, rates, product / plan.micro),
+        "tokens to experts": _experts(model, plan, calls, seq, cluster, rates),
         "weights gathered": gathers - beside + gathers / (2 * plan.micro * model.layers),
         "gradients reduced": _reduced(model, plan, cluster, rates, busy, beside),
-        "activations offloaded": _moved(model, plan, seq, calls, busy, constants),
+        "activations offloaded": _offloaded(model, plan, seq, calls, busy),
     }
     bubble = (plan.pp - 1) / (plan.chunks * plan.micro)
     exposed["pipeline"] = bubble * (busy + sum(exposed.values()))
     return Times(compute, {cause: s for cause, s in exposed.items() if s > 0})
+
+
+def _passes(plan: Plan) -> float:
+    """Return the products of a micro-batch, as multiples of a forward's."""
+    return FORWARD + BACKWARD + plan.recomputes * FORWARD
 
 
 def _mixed(
@@ -140,23 +144,16 @@ def _elementwise(model: Model, layers: float) -> float:
     return layers * 2.0 * (hidden + HEADS * heads + WIDTH * width + COPIES * copies)
 
 
-def _optimizer(model: Model, plan: Plan, rates: Rates, constants: Constants) -> float:
+def _optimizer(model: Model, plan: Plan, rates: Rates) -> float:
     """Return the seconds of Adam, limited by memory, on the GPU or on the host."""
     numbers = sum(n / (ranks if plan.zero else 1) for n, ranks in parameters(model, plan))
     if plan.offload_optimizer:
-        return numbers * (4 / constants.host_link + ADAM_ON_HOST / constants.host_memory)
+        return numbers * (4 / CONSTANTS.host_link + ADAM_ON_HOST / CONSTANTS.host_memory)
     return numbers * ADAM_ON_GPU / rates.memory
 
 
 def _tensor(
-    model: Model,
-    plan: Plan,
-    calls: float,
-    seq: int,
-    cluster: Ranks,
-    rates: Rates,
-    passes: float,
-    product: float,
+    model: Model, plan: Plan, calls: float, seq: int, cluster: Ranks, rates: Rates, product: float
 ) -> float:
     """Return the seconds of tensor and sequence parallelism; product: seconds of a parameter in a forward.
 
@@ -173,18 +170,16 @@ def _tensor(
         seconds += sparse * (_collective(model.active * tokens, plan.tp, within, rates) + CONSTANTS.loops)
     out = model.heads * model.value_dim * model.hidden
     beside = product * (model.projections - out + model.mlp_first / model.layers)
-    return calls * (COLLECTIVES * (passes - 1) * seconds + max(0.0, seconds - beside))
+    return calls * (COLLECTIVES * (_passes(plan) - 1) * seconds + max(0.0, seconds - beside))
 
 
-def _experts(
-    model: Model, plan: Plan, calls: float, seq: int, cluster: Ranks, rates: Rates, passes: float
-) -> float:
+def _experts(model: Model, plan: Plan, calls: float, seq: int, cluster: Ranks, rates: Rates) -> float:
     """Return the seconds of expert parallelism: tokens go to experts and back."""
     if plan.ep == 1:
         return 0.0
     size = 2 * seq / plan.cp / plan.tp * model.active * model.hidden
-    each = _exchange(size, plan.shares_experts(cluster), rates) + CONSTANTS.loops
-    return calls * model.sparse_layers / model.layers * EXCHANGES * (passes - 1) * each
+    each = _exchange(size, plan.neighbours(plan.ep, cluster), rates) + CONSTANTS.loops
+    return calls * model.sparse_layers / model.layers * EXCHANGES * (_passes(plan) - 1) * each
 
 
 def _exchange(size: float, ranks: Ranks, rates: Rates) -> float:
@@ -209,9 +204,9 @@ def _sharded(bytes_each: float, model: Model, plan: Plan, cluster: Ranks, rates:
 
     Experts go over fewer ranks: every `ep`-th, which have the same experts.
     """
-    (rest, ranks), (experts, alike) = parameters(model, plan)
+    (others, ranks), (experts, alike) = parameters(model, plan)
     node = max(1, cluster.intra // plan.tp)
-    seconds = _collective(bytes_each * rest, ranks, min(ranks, node), rates)
+    seconds = _collective(bytes_each * others, ranks, min(ranks, node), rates)
     return seconds + _collective(bytes_each * experts, alike, min(alike, max(1, node // plan.ep)), rates)
 
 
@@ -243,7 +238,7 @@ def _reduced(model: Model, plan: Plan, cluster: Ranks, rates: Rates, busy: float
     return max(0.0, seconds - hidden) + seconds / max(1, rounds * model.layers)
 
 
-def _moved(model: Model, plan: Plan, seq: int, calls: float, busy: float, constants: Constants) -> float:
+def _offloaded(model: Model, plan: Plan, seq: int, calls: float, busy: float) -> float:
     """Return the exposed seconds of offload to the host in forward, and back in backward.
 
     Copies of kept attention run in parallel with compute. DeepSpeed copies inputs to pageable memory, and
@@ -254,5 +249,5 @@ def _moved(model: Model, plan: Plan, seq: int, calls: float, busy: float, consta
     attends = model.attending / model.layers
     attention = attends * shard_of(model, plan, seq).result_bytes * plan.kept * plan.offload_activations
     inputs = 2.0 * seq / plan.cp / plan.tp * model.hidden * plan.offload_inputs
-    each = 2 * calls / constants.host_link
+    each = 2 * calls / CONSTANTS.host_link
     return max(0.0, each * attention - busy) + each * inputs / PAGEABLE

@@ -94,8 +94,6 @@ class Itinerary:
 
     def __init__(self, reading: Reading, nodes: int, intra: int, turn: int) -> None:
         self.reading, self.nodes, self.intra, self.turn = reading, nodes, intra, turn
-        self.cache: dict[object, tuple[Tensor, Tensor]] = {}
-        """The tables of `burst_plan.simulate.counted.RowCounts` over it."""
         block = max(1, 2**20 // reading.size)
         segments = zip(reading.owner.split(block), reading.read.split(block, dim=1), strict=True)
         blocks = [self._visits(owners, read) for owners, read in segments]

@@ -136,10 +136,10 @@ def _mixer(config: Mapping[str, Any], layers: int) -> Mixer:
     """Return the layers with a recurrence or a convolution."""
     if not layers:
         return NONE
-    values = ((name, config.get(name)) for name in MIXERS[config["mixer"]])
+    kind = config["mixer"]
     flags = ("_bias", "_norm", "_gates")
-    sizes = [bool(value) if name.endswith(flags) else _size(config, name) for name, value in values]
-    return replace(BUILD[config["mixer"]](*sizes), kind=config["mixer"], layers=layers)
+    sizes = [bool(config.get(x)) if x.endswith(flags) else _size(config, x) for x in MIXERS[kind]]
+    return replace(BUILD[kind](*sizes), kind=kind, layers=layers)
 
 
 def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool) -> None:
@@ -149,13 +149,15 @@ def _refuse_others(config: Mapping[str, Any], kinds: Sequence[str], hybrid: bool
     if any(str(architecture).endswith("ForMaskedLM") for architecture in config.get("architectures") or ()):
         raise ValueError(f"{', '.join(config['architectures'])} sees tokens on both sides")
     supported = {*ATTENTION, *MIXING, *ALONE} if hybrid else {*ATTENTION} - {*MIXING}
-    rest = sorted({*kinds} - supported)
-    rest += [name for name, value in config.items() if value and name.startswith(OTHER_LAYERS) and not hybrid]
-    if rest:
+    unknown = sorted({*kinds} - supported)
+    unknown += [
+        name for name, value in config.items() if value and name.startswith(OTHER_LAYERS) and not hybrid
+    ]
+    if unknown:
         hybrids = ", ".join(family for family, defaults in FAMILIES.items() if "mixer" in defaults)
         raise ValueError(
             "layers other than attention over all tokens or a window, and the recurrences or convolutions "
-            f"of {hybrids}, are not predicted: {rest[0]}"
+            f"of {hybrids}, are not predicted: {unknown[0]}"
         )
     if kinds and config.get("num_hidden_layers") not in (None, len(kinds)):
         raise ValueError(f"it names the kinds of {len(kinds)} layers, and has {config['num_hidden_layers']}")
@@ -206,11 +208,9 @@ def _windowed(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> i
         return 0
     if config.get("layer_types"):
         return kinds.count("sliding_attention")
-    every: int = config.get("sliding_window_pattern") or 0
-    if every:  # one layer of so many has no window
+    if every := int(config.get("sliding_window_pattern") or 0):  # one layer of so many has no window
         return layers - layers // every
-    whole: int = config.get("max_window_layers") or 0
-    return layers - whole
+    return layers - int(config.get("max_window_layers") or 0)
 
 
 def _experts(config: Mapping[str, Any], kinds: Sequence[str], layers: int) -> dict[str, int]:

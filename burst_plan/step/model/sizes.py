@@ -81,8 +81,7 @@ class Model:
                 raise ValueError(
                     f"{field.name} of a model must be an integer from {least} to {LARGEST}, got {value!r}"
                 )
-        if max(self.head_dim, self.value_dim) > HEAD_DIMS[-1]:
-            wide = max(self.head_dim, self.value_dim)
+        if (wide := max(self.head_dim, self.value_dim)) > HEAD_DIMS[-1]:
             raise ValueError(f"kernels of attention support heads of at most {HEAD_DIMS[-1]}, got {wide}")
         if self.heads % self.kv_heads:
             raise ValueError(
