@@ -35,6 +35,11 @@ def model_of(kind="Llama", heads=4, kv_heads=2, **options):
     config = getattr(transformers, f"{kind}Config")(**options)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return drawn(model)
+
+
+def drawn(model):
+    """The model in training, with random weights that are larger than those it begins with."""
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)

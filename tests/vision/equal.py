@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from families import SIDE, Media, batch_of, model_of
 from torch import Tensor
+from zoo import average_gradients
 
 from burst_mcore.torch import parallelize
 
@@ -31,10 +32,7 @@ def shared(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
     cp = parallelize(model, dist.group.WORLD, reduction="mean", **options)
     loss: Tensor = model(**cp.shard(batch)).loss
     loss.backward()
-    for p in model.parameters():
-        if p.requires_grad and p.grad is not None:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
+    average_gradients(model)
     return loss.detach()
 
 
@@ -42,19 +40,15 @@ def errors(found: Any, want: Any) -> tuple[float, str]:
     """The largest error of a gradient, relative to the largest entry of its own, and where it is."""
     ours, theirs = dict(found.named_parameters()), dict(want.named_parameters())
     assert ours.keys() == theirs.keys()
-    at = [
-        (error(ours[key].grad, p.grad), key)
-        for key, p in theirs.items()
-        if p.grad is not None or ours[key].grad is not None
-    ]
+    at = [(error(ours[key].grad, p.grad), key) for key, p in theirs.items() if p.requires_grad]
     return max(at, default=(0.0, "none"))
 
 
-def error(found: Tensor | None, want: Tensor | None) -> float:
+def error(found: Tensor, want: Tensor | None) -> float:
     largest = 0.0 if want is None else float(want.abs().max())
-    if largest < 1e-7:
-        return 0.0 if found is None else float(found.abs().max())
-    return float("inf") if found is None else float((found - want).abs().max()) / largest
+    if want is None or largest < 1e-7:
+        return float(found.abs().max())
+    return float((found - want).abs().max()) / largest
 
 
 CASES: dict[str, Media] = {
@@ -107,18 +101,18 @@ def packed(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed(model: Any, case: str) -> Any:
-    """The model of a case: with LoRA, with a norm over images, or with towers that do not learn."""
+    """The model of a case: with LoRA, a norm over images, recomputed layers, or towers that do not learn."""
     if case == "lora":
         import peft
 
         torch.manual_seed(1)
         names = r"model\.(language_model|text_model)\..*\.(q|v)_proj"
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, r=4))
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(p, std=0.2)
+        lora = peft.LoraConfig(target_modules=names, r=4, init_lora_weights=False)
+        model = peft.get_peft_model(model, lora)
     if case == "normalized":
         model.model.multi_modal_projector.act = torch.nn.BatchNorm1d(SIDE)  # over the tokens of all images
+    if case == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if case == "frozen":
         model.requires_grad_(False)
         model.get_decoder().requires_grad_(True)
@@ -130,7 +124,6 @@ def compared(
     rank: int, size: int, names: tuple[str, ...], case: str, options: dict[str, Any]
 ) -> dict[str, tuple[float, float, str]]:
     """By name: (error of the loss, of the gradients, where)."""
-    torch.use_deterministic_algorithms(False)
     found = {}
     for name in names:
         model = model_of(name)

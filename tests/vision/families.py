@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import transformers
+from causal_lms import drawn
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as CLASSES
-from zoo import PARTICULAR, SIZES, VOCABULARY, _has, _layers
+from zoo import PARTICULAR, VOCABULARY, sizes_of
 
 PLACE, LAST = VOCABULARY - 4, VOCABULARY - 5
 """The token for which features of images stand, and the last token of text."""
@@ -54,7 +56,7 @@ TOWER: dict[str, Any] = {
 
 
 def _timm(architecture: str, hidden: int, kind: str = "timm_wrapper", **args: Any) -> dict[str, Any]:
-    """A tower of timm, which is not among the packages of these tests."""
+    """A tower of timm: a package that these three models need, and no other test."""
     tower = {"model_type": kind, "architecture": architecture, "hidden_size": hidden, "model_args": args}
     return {"vision_config": tower}
 
@@ -107,7 +109,6 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "llama4": {"tower": {"intermediate_size": 64}},
-    "llava": {"whole": {"image_seq_length": 16}},
     **{
         name: {"tower": {"patch_size": 8}, "whole": TILES}
         for name in ("llava_next", "llava_next_video", "llava_onevision")
@@ -124,7 +125,6 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
         "tower": {"hidden_sizes": [16] * 4, "depths": [1] * 4},
     },
     "ovis2": {"whole": {"hidden_size": HIDDEN, "visual_indicator_token_ids": [70, 71, 72, 73, 74]}},
-    "paligemma": {"whole": {"projection_dim": HIDDEN, "hidden_size": HIDDEN}},
     "perception_lm": {
         "whole": _timm(
             "vit_pe_core_tiny_patch16_384",
@@ -148,8 +148,10 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "step3p7": {
         "text": {
-            **{"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]},
+            "layer_types": ["full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
             "num_hidden_layers": 2,
+            "sliding_window": 16,
         }
     },
     "vipllava": {"tower": {"num_hidden_layers": 12}},
@@ -197,8 +199,7 @@ def config_of(name: str) -> Any:
 
 def _of_text(text: Any) -> dict[str, Any]:
     """The sizes of the text, and layers of every kind."""
-    values = {key: size for key, size in SIZES.items() if _has(text, key)} | _layers(text)
-    values |= {key: 0.0 for key in vars(text) if "drop" in key}
+    values = sizes_of(text)
     wide = {key: x for key, x in vars(text).items() if isinstance(x, tuple | list)}
     values |= {key: [values[key]] * len(x) for key, x in wide.items() if isinstance(values.get(key), int)}
     if "_heterogeneity_spec" in vars(text):
@@ -242,10 +243,7 @@ def model_of(name: str) -> Any:
         model.model.vision_tower.query_768_resolution = torch.nn.Embedding(3, SIDE)
     if name == "llama4":  # whose own forward reads it, in transformers 5.24
         transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
+    return drawn(model)
 
 
 def maker(model: Any, kind: str) -> Any:
@@ -350,11 +348,8 @@ def batch_of(model: Any, tokens: int, media: Media) -> dict[str, Tensor]:
         if column in takes:
             batch[column] = types if name != "paligemma" else (types == 0).long()
     if name in ROWS_OF and "pixel_values" in batch:
-        values, places = batch["pixel_values"][0], media["image"][1]
-        padded = values.new_zeros(rows, max(map(len, places)), *values.shape[1:])
-        for row, part in enumerate(values.split([*map(len, places)])):
-            padded[row, : len(part)] = part
-        batch["pixel_values"] = padded
+        images = batch["pixel_values"][0].split([*map(len, media["image"][1])])
+        batch["pixel_values"] = padded = pad_sequence(images, batch_first=True)
         if name == "granite_docling":
             batch["pixel_attention_mask"] = padded.flatten(2).any(-1)
     return batch

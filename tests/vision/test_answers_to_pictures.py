@@ -20,7 +20,6 @@ FAMILIES = ("qwen3_vl", "gemma3", "llava")
 
 def _answers(rank, size):
     """Errors of logits of an evaluation, and whether tokens are those of one process."""
-    torch.use_deterministic_algorithms(False)
     found = {}
     for name in FAMILIES:
         model = model_of(name).eval()
@@ -51,7 +50,6 @@ def test_evaluation_and_generate_are_those_of_one_process(size):
 
 def _costs(rank, size, towers):
     """(patches that this rank's tower saw, bytes of features that came in, bytes of their gradients)."""
-    torch.use_deterministic_algorithms(False)
     model = model_of("qwen3_vl")
     batch, _ = batch_for(model, "plain")
     parallelize(model, dist.group.WORLD, reduction="mean", towers=towers)
@@ -94,7 +92,6 @@ def test_whole_images_go_to_ranks_in_order(patches, size):
 
 def _alone(rank, size):
     """The worst error of logits where each rank evaluates a batch of its own, as Accelerate may."""
-    torch.use_deterministic_algorithms(False)
     model = model_of("qwen3_vl").eval()
     batch, _ = batch_for(model, "plain")
     batch["pixel_values"] = batch["pixel_values"] * (1 + rank)
@@ -120,7 +117,6 @@ def test_a_tensor_with_an_entry_a_row_is_not_taken_for_one_of_images():
 
 
 def _bad(rank, size, kind):
-    torch.use_deterministic_algorithms(False)
     model = model_of("qwen3_vl")
     batch, _ = batch_for(model, "plain")
     cp = parallelize(model, dist.group.WORLD, reduction="mean")

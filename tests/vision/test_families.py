@@ -1,15 +1,18 @@
 """Vision-language models over a CP group, held to one process: losses, and gradients of every weight."""
 
+from pathlib import Path
+
 import pytest
 from equal import compared
 from families import FOURTEEN
 from ranks import processes
+from zoo import WITH_IMAGES, everything
+from zoo_of_images import NAMES, TIMM, outcomes
 
 LOSS, GRADIENT = 1e-5, 1e-4
 FEW = ("qwen3_vl", "gemma3", "llava_next", "smolvlm")
 """Positions and features of several dims, blocks of images, tiles, rows of images."""
-
-
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "models.md"
 VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "llava_next_video", "video_llava")
 
 
@@ -37,7 +40,7 @@ def test_four_ranks_of_which_some_have_no_image(layout):
     check(4, ("qwen3_vl", "gemma3"), config={"layout": layout})
 
 
-@pytest.mark.parametrize("case", ["packed", "text", "some rows", "padded", "lora", "frozen"])
+@pytest.mark.parametrize("case", ["packed", "text", "some rows", "padded", "lora", "frozen", "checkpointed"])
 def test_batches_and_models_of_other_kinds(case):
     check(2, FEW, case, config={"layout": "striped"})
 
@@ -71,3 +74,13 @@ def test_videos_alone_and_beside_images(case, towers):
 
 def test_sound():
     check(2, ("voxtral",), "sound")
+
+
+@pytest.mark.slow
+def test_every_image_text_model_is_equal_or_refused_as_the_page_says():
+    """Those with towers of timm are left out where it is not installed."""
+    found = everything(outcomes, NAMES, at_once=5)
+    found = {name: what for name, (what, words) in found.items() if TIMM not in words}
+    equal, _, refused = PAGE.read_text().partition(WITH_IMAGES)[2].partition("**Refused")
+    for name, what in found.items():
+        assert f"`{name}`" in {"equal": equal, "refused": refused}[what], (name, what)

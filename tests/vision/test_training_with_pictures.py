@@ -48,7 +48,6 @@ def one_process(name: str, replicas: int = 1) -> tuple[list[float], dict[str, Te
 
 def trained(rank: int, size: int, name: str, way: str | int) -> tuple[list[float], dict[str, Tensor]]:
     """The same over CP groups of two ranks; way: "fsdp", "ddp", or a stage of ZeRO on DeepSpeed."""
-    torch.use_deterministic_algorithms(False)
     model = model_of(name)
     rows = batches(model, rank // 2)
     if isinstance(way, int):
@@ -137,7 +136,6 @@ def by_trainer(
     from trl import SFTConfig, SFTTrainer
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-    torch.use_deterministic_algorithms(False)
     options: dict[str, Any] = {"kind": SFTConfig, "bf16": False, "max_length": None} if kind == "SFT" else {}
     model = model_of("llava")  # before the arguments, by which ZeRO-3 shards parameters as they are made
     if way == "deepspeed":

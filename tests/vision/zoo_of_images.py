@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from equal import compared
 from families import class_of, config_of
-from ranks import processes
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
-from zoo import WITH_IMAGES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from zoo import WITH_IMAGES, everything
 
 from burst_mcore.transformers.errors import RefusedError
 from burst_mcore.transformers.models.supported import text_tower, use_burst
 from burst_mcore.transformers.models.towers import METHODS
 
+NAMES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+TIMM = "requires the timm library"
+"""What transformers says of a tower whose package is not installed."""
 REASONS = {
     "attention outside transformers' interface": "does not take its attention|attends, or mixes",
     "an encoder and a decoder": "is an encoder and a decoder",
@@ -28,7 +30,7 @@ REASONS = {
     "a text tower that holds another tower": "within what attends to text",
     "positions that begin at the padding token": "counts positions by its tokens",
     "no head, a loss of its own": "has no head|no output embeddings|a loss of its own",
-    "needs timm, with which it was equal": "requires the timm library",
+    "needs the package timm": TIMM,
 }
 """By words of the page, what an error says."""
 
@@ -87,8 +89,9 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         "`PYTHONPATH=.:tests/helpers:tests/deepspeed/models python tests/vision/zoo_of_images.py",
         f"docs/frameworks/models.md` goes over all {len(found)} names of `AutoModelForImageTextToText`:",
         "tiny models, three images in rows of 97 tokens (videos, or text, without images), on 2",
-        "processes and in one; in float64 if need be. `llama4` has an attribute set",
-        "that this transformers lacks. [vision.md](vision.md) says how they train.",
+        "processes and in one; in float64 if need be. `llama4` has an attribute set that this",
+        "transformers lacks; `fast_vlm`, `gemma3n` and `perception_lm` need `pip install timm`.",
+        "[vision.md](vision.md) says how they train.",
         "",
         f"**Equal ({len(models['equal'][''])}):** losses agree to 1e-5, gradients, the tower's too, to 1e-4.",
         "",
@@ -104,13 +107,7 @@ def page(found: dict[str, tuple[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    target, names = Path(sys.argv[1]), tuple(sys.argv[2:]) or tuple(NAMES)
-    found: dict[str, tuple[str, str]] = {}
-    for first in range(0, len(names), 5):
-        mine, other = processes(2, outcomes, names[first : first + 5])
-        assert {k: x[0] for k, x in mine.items()} == {k: x[0] for k, x in other.items()}, (mine, other)
-        found |= mine
-        for name, (what, words) in mine.items():
-            sys.stdout.write(f"{name} | {what} | {' '.join(words.split())}\n")
+    target, names = Path(sys.argv[1]), tuple(sys.argv[2:]) or NAMES
+    found = everything(outcomes, names, at_once=5)
     if not sys.argv[2:]:
         target.write_text(target.read_text().partition(WITH_IMAGES)[0] + page(found))

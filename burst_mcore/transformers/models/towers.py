@@ -35,61 +35,61 @@ OUTPUTS = ("last_hidden_state", "pooler_output", "hidden_states", "attentions", 
 """What a tower's output may have, to be gathered: of anything else nobody knows whether images have it."""
 
 
-def attach_towers(model: nn.Module, of: SequenceParallel) -> None:
+def attach_towers(model: nn.Module, hooks: SequenceParallel) -> None:
     """Have a model's own methods make the features of this rank's images, and gather those of all, once."""
     for module in model.modules():
         for name in METHODS:
             inner = any(hasattr(m, name) for m in [*module.modules()][1:])
             if hasattr(module, name) and not inner and name not in vars(module):
-                vars(module)[name] = SharedImages(getattr(module, name), of)
+                vars(module)[name] = SharedImages(getattr(module, name), hooks)
 
 
 @dataclass(eq=False)
 class SharedImages:
     """Stands in place of a model's `get_image_features` or `get_video_features`."""
 
-    own: Callable[..., Any]
-    of: SequenceParallel
-    whole: bool = False
+    method: Callable[..., Any]
+    hooks: SequenceParallel
+    makes_all: bool = False
     """Whether every rank makes all features in every call: the model's are of a kind that is not gathered."""
     has_warned: bool = False
 
     def __post_init__(self) -> None:
-        self.__wrapped__ = self.own  # by which `generate` finds the parameters
+        self.__wrapped__ = self.method  # by which `generate` finds the parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sequence, group = current(), self.of.group
-        names = [*inspect.signature(self.own).parameters]
+        sequence, group = current(), self.hooks.group
+        names = [*inspect.signature(self.method).parameters]
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        shares = self.of.shares_towers and group is not None and not self.whole
+        shares = self.hooks.shares_towers and group is not None and not self.makes_all
         if not shares or sequence is None or sequence.entering is None or sequence.topology.size == 1:
-            return self.own(**arguments)  # the last: a batch of this rank alone
+            return self.method(**arguments)  # the last: a batch of this rank alone
         assert group is not None
         images = None if self._normalizes_over_images() else Images.of(arguments, names)
         if images is None:
-            return self._whole(arguments)
+            return self._on_every_rank(arguments)
         bounds = images.bounds(group.size())
         first, last = bounds[group.rank()], bounds[group.rank() + 1]
-        mine = images.part(first, last) if first < last else images.part(*images.smallest())
-        with while_set(self.of, shares_towers=False):  # methods that call each other share once
-            out = on_all_ranks(lambda: self.own(**mine), group)
+        share = images.part(first, last) if first < last else images.part(*images.smallest())
+        with while_set(self.hooks, shares_towers=False):  # methods that call each other share once
+            out = on_all_ranks(lambda: self.method(**share), group)
         streams = _streams(out, len(images.patches))
         if streams is None:
-            self.whole = True
-            return self._whole(arguments)
+            self.makes_all = True
+            return self._on_every_rank(arguments)
         _replace(out, gathered_features(streams, first < last, len(images.patches), group))
         return out
 
     def _normalizes_over_images(self) -> bool:
-        modules = self.own.__self__.modules()  # type: ignore[attr-defined]  # of a bound method
+        modules = self.method.__self__.modules()  # type: ignore[attr-defined]  # of a bound method
         return any(isinstance(x, nn.modules.batchnorm._BatchNorm) and x.training for x in modules)
 
-    def _whole(self, arguments: dict[str, Any]) -> Any:
+    def _on_every_rank(self, arguments: dict[str, Any]) -> Any:
         """Make the features of all images on this rank, as all others do; the first says so, once."""
-        if not self.has_warned and self.of.topology.rank == 0:
-            logger.warning("%s: every rank makes the features of all images", self.own.__qualname__)
+        if not self.has_warned and self.hooks.topology.rank == 0:
+            logger.warning("%s: every rank makes the features of all images", self.method.__qualname__)
         self.has_warned = True
-        return self.own(**arguments)
+        return self.method(**arguments)
 
 
 @dataclass
@@ -139,11 +139,11 @@ class Images:
         """Return the arguments of images [first, last)."""
         ends = [*accumulate(self.patches, initial=0)]
         of_images, of_patches = slice(first, last), slice(ends[first], ends[last])
-        mine = {
+        parts = {
             name: x[of_images if len(x) == len(self.patches) else of_patches]
             for name, x in self.tensors.items()
         }
-        return {**self.arguments, **mine}
+        return {**self.arguments, **parts}
 
 
 def _streams(out: Any, images: int) -> list[Any] | None:
@@ -154,7 +154,7 @@ def _streams(out: Any, images: int) -> list[Any] | None:
     if not isinstance(out, dict) or {*out} - {*OUTPUTS}:
         return None
     streams = [getattr(out, "pooler_output", None), *(getattr(out, "deepstack_features", None) or ())]
-    told = (
+    are_features = (
         isinstance(x, Tensor)
         or (
             isinstance(x, list | tuple)
@@ -163,7 +163,7 @@ def _streams(out: Any, images: int) -> list[Any] | None:
         )
         for x in streams
     )
-    return streams if all(told) else None
+    return streams if all(are_features) else None
 
 
 def _replace(out: Any, streams: list[Any]) -> None:
@@ -184,26 +184,26 @@ def gathered_features(streams: list[Any], makes: bool, images: int, group: dist.
         images: of all ranks.
     """
     pieces = [[x] if isinstance(x, Tensor) else [*x] for x in streams]
-    flat = torch.cat([x.flatten() for stream in pieces for x in stream])
-    flat = flat if makes else flat[:0]
-    mine = [-1] * images * len(streams)
+    values = torch.cat([x.flatten() for stream in pieces for x in stream])
+    values = values if makes else values[:0]
+    lengths = [-1] * images * len(streams)
     for i, stream in enumerate(pieces if makes else ()):
-        mine[i * images : i * images + len(stream)] = map(len, stream)
-    table = integers_of(group, [*mine, flat.numel()])
+        lengths[i * images : i * images + len(stream)] = map(len, stream)
+    table = integers_of(group, [*lengths, values.numel()])
     counts = [row.pop() for row in table]
-    whole: Tensor = _Gathered.apply(flat, counts, group)  # type: ignore[no-untyped-call]
-    found: list[list[Tensor]] = [[] for _ in streams]
-    for lengths, part in zip(table, whole.split(counts), strict=True):
+    pool: Tensor = _Gathered.apply(values, counts, group)  # type: ignore[no-untyped-call]
+    features: list[list[Tensor]] = [[] for _ in streams]
+    for row, part in zip(table, pool.split(counts), strict=True):
         at = 0
         for i, stream in enumerate(pieces):
             tail = stream[0].shape[1:]
-            for length in (n for n in lengths[i * images : (i + 1) * images] if n >= 0):
+            for length in (n for n in row[i * images : (i + 1) * images] if n >= 0):
                 size = length * tail.numel()
-                found[i].append(part[at : at + size].view(length, *tail))
+                features[i].append(part[at : at + size].view(length, *tail))
                 at += size
     kinds = [type(x) for x in streams]
     return [
-        torch.cat(x) if issubclass(kind, Tensor) else kind(x) for kind, x in zip(kinds, found, strict=True)
+        torch.cat(x) if issubclass(kind, Tensor) else kind(x) for kind, x in zip(kinds, features, strict=True)
     ]
 
 
@@ -219,8 +219,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        most, own = max(ctx.counts), ctx.counts[ctx.group.rank()]
-        parts = [pad(x, (0, most - len(x))).contiguous() for x in upstream.split(ctx.counts)]
-        mine = upstream.new_empty(most)
-        dist.reduce_scatter(mine, parts, group=ctx.group)
-        return mine[:own], None, None
+        longest = max(ctx.counts)
+        parts = [pad(x, (0, longest - len(x))).contiguous() for x in upstream.split(ctx.counts)]
+        total = upstream.new_empty(longest)
+        dist.reduce_scatter(total, parts, group=ctx.group)
+        return total[: ctx.counts[ctx.group.rank()]], None, None

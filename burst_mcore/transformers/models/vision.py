@@ -49,25 +49,25 @@ def _entering(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _sharded(name: str, sequence: Sequence, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's part of the arguments of a text tower."""
-    place = {"rank": sequence.topology.rank, "size": sequence.topology.size}
+    topology, layout = sequence.topology, sequence.config.layout
 
     def part(x: Tensor, dim: int = 1) -> Tensor:
-        return shard(x, dim, **place, layout=sequence.config.layout)
+        return shard(x, dim, rank=topology.rank, size=topology.size, layout=layout)
 
-    mine = dict(arguments)
+    parts = dict(arguments)
     for masks, features in DEEP.items():
         if arguments.get(features) is not None:
-            mine[features] = _deep(arguments[masks], arguments[features], part)
+            parts[features] = _deep(arguments[masks], arguments[features], part)
     for key, x in arguments.items():
         if key == "position_ids":
-            mine[key] = part(x, x.dim() - 1)
+            parts[key] = part(x, x.dim() - 1)
         elif is_per_token(x, sequence.tokens):
-            mine[key] = part(x)
+            parts[key] = part(x)
         elif isinstance(x, Tensor | list | tuple) and key not in NOT_OF_TOKENS and _has_numbers(x):
             shape = f"{[*x.shape]}" if isinstance(x, Tensor) else f"of {len(x)} tensors"
             text = f"{key} {shape} enters {name} whole, and nobody shards it"
             raise RefusedError("batch", f"{text}: leave out of the batch what the model need not have")
-    return mine
+    return parts
 
 
 def _has_numbers(x: Any) -> bool:
@@ -82,35 +82,35 @@ def _deep(seen: Tensor, features: Any, part: Any) -> Any:
         features: by layer, [tokens of images, hidden], in the order of rows and tokens.
     """
     seen = seen if seen.dim() == 2 else seen[..., 0]
-    place = (seen.flatten().cumsum(0) - 1).view_as(seen)
-    rows = part(place)[part(seen)]
+    row_of_token = (seen.flatten().cumsum(0) - 1).view_as(seen)
+    rows = part(row_of_token)[part(seen)]
     if isinstance(features, dict):
         return {layer: x[rows.to(x.device)] for layer, x in features.items()}
     return [x[rows.to(x.device)] for x in features]
 
 
 def whole_arguments(
-    columns: dict[str, Any], others: dict[str, Any], whole: dict[str, Any], device: torch.device
+    columns: dict[str, Any], others: dict[str, Any], batch: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Return what a model's own code gets of a whole batch: columns as long as the padded sequence.
 
     Args:
         columns, others: of `apart`.
-        whole: of `prepared`.
+        batch: of `prepared`.
     """
     positions, mask = columns.get("position_ids"), columns.get("attention_mask")
-    n = whole["position_ids"].shape[1]
+    n = batch["position_ids"].shape[1]
     if "position_ids" in others:  # of several dims, as the model makes them
         positions = others["position_ids"]
         positions = pad(positions, (0, n - positions.shape[-1]))
     elif positions is not None:
-        positions = whole["position_ids"]
+        positions = batch["position_ids"]
     if isinstance(mask, Tensor):
         mask = pad(mask, (0, n - mask.shape[1]))
-    tokens = {
-        name: x.to(device)
-        for name, x in whole.items()
+    by_token = {
+        name: x
+        for name, x in batch.items()
         if is_per_token(x, n) and name not in ("position_ids", "shift_labels", "attention_mask")
     }
-    places = {"position_ids": positions, "attention_mask": mask}
-    return {**others, **tokens, **{k: None if x is None else x.to(device) for k, x in places.items()}}
+    by_token |= {"position_ids": positions, "attention_mask": mask}
+    return {**others, **{name: None if x is None else x.to(device) for name, x in by_token.items()}}

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import transformers
+from causal_lms import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import refuses
@@ -51,11 +52,7 @@ def _model(name):
     if name not in OTHERS:
         return model_of(name)
     torch.manual_seed(2)
-    model = OTHERS[name]().train()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
-    return model
+    return drawn(OTHERS[name]())
 
 
 def _types(name, types):

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))  # as a program
 
 import torch
 import torch.distributed as dist
+from causal_lms import drawn
 from ranks import processes
 from transformers import AutoModelForCausalLM
 from transformers import __version__ as VERSION  # noqa: N812
@@ -124,14 +125,19 @@ def config_of(name: str) -> Any:
     own = kind()
     text = own.get_text_config()
     particular = PARTICULAR.get(name, {})
-    given = {key: value for key, value in SIZES.items() if _has(text, key)}
-    random = [key for key in vars(text) if "drop" in key or "jitter" in key]
-    given |= {key: 0.0 for key in random if isinstance(getattr(text, key), float)}
-    given |= _layers(text) | particular
+    given = sizes_of(text) | particular
     if text is own:
         return kind(**given)
     where = next(key for key, value in vars(own).items() if value is text)
     return kind(**{where: {**text.to_dict(), **given}, **TOWERS.get(name, {})})
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """Of what a configuration has: small sizes, layers of every kind, and nothing at random."""
+    sizes = {key: value for key, value in SIZES.items() if _has(config, key)}
+    random = [key for key in vars(config) if "drop" in key or "jitter" in key]
+    sizes |= {key: 0.0 for key in random if isinstance(getattr(config, key), float)}
+    return sizes | _layers(config)
 
 
 def _layers(config: Any) -> dict[str, Any]:
@@ -185,11 +191,8 @@ def model_of(name: str) -> Any:
     config = config_of(name)
     _refuse_large(config)
     torch.manual_seed(2)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = drawn(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     model.train(name not in RANDOM)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.2) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -240,12 +243,17 @@ def sharded(model: Any, batch: dict[str, Any], **section: Any) -> torch.Tensor:
     (part,) = loader
     loss: torch.Tensor = model(**part).loss
     loss.backward()
+    average_gradients(model)
+    return loss
+
+
+def average_gradients(model: Any) -> None:
+    """Average the gradients of all ranks; one that a rank has not is 0."""
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
-    return loss
 
 
 def worst(found: Any, want: Any) -> float:
@@ -293,7 +301,7 @@ def page(found: dict[str, tuple[str, str]]) -> str:
     lines = [
         "# Causal LMs of transformers, one by one",
         "",
-        "Look here whether burst can train a model. A slow test compares this page with new results;",
+        "Check whether burst can train your model. A slow test compares this page with new results;",
         "`python tests/deepspeed/models/zoo.py docs/frameworks/models.md` makes it again.",
         "",
         f"The page covers all {len(found)} names of `AutoModelForCausalLM` in transformers {VERSION}.",
@@ -333,13 +341,17 @@ def _reason(words: str) -> str:
     return reason if subject != subject.lower() else rest
 
 
-def everything() -> dict[str, tuple[str, str]]:
+def everything(
+    outcomes: Any = outcomes, names: tuple[str, ...] = NAMES, at_once: int = 24
+) -> dict[str, tuple[str, str]]:
     """The outcome of every name, on two processes; a few at a time, whose memory is freed between."""
     found: dict[str, tuple[str, str]] = {}
-    for first in range(0, len(NAMES), 24):
-        mine, other = processes(2, outcomes, NAMES[first : first + 24])
+    for first in range(0, len(names), at_once):
+        mine, other = processes(2, outcomes, names[first : first + at_once])
         assert {name: x[0] for name, x in mine.items()} == {name: x[0] for name, x in other.items()}
         found |= mine
+        for name, (what, words) in mine.items():
+            sys.stdout.write(f"{name} | {what} | {' '.join(words.split())}\n")
     return found
 
 
