@@ -11,7 +11,7 @@ gate          errors against float64
 memory        peak memory, and the largest tensor
 launch        fresh processes over gloo; emulate: the same on an emulated cluster
 results       figures, bars, and the JSON file of a run
-report        results as a table and as a picture
+report        results as a table
 calibrate     the rates of this machine, measured, for `burst-mcore calibrate`
 trace         times of ranks' actions: record, and `burst-mcore draw --measure`
 """

@@ -23,11 +23,6 @@ from burst_bench.subjects import SUBJECTS
 from burst_bench.subjects.attention import AttentionCase
 from burst_plan.files import check_writable
 
-OPTIONS = {
-    name: [s for s in SUBJECTS.values() if name in s.options] for s in SUBJECTS.values() for name in s.options
-}
-"""Subjects by their options."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Measure a subject; return 0 if all ran and reached their bars, 1 if not, 2 if it cannot be measured."""
@@ -41,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _check(options, subject)
         device = device_for(subject, options.device, started)
-        fields = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+        fields = {} if options.framework is None else {"framework": options.framework}
         size = int(os.environ["WORLD_SIZE"]) if started else None
         cases = cases_for(subject, options.case, device, size, fields)
         names = [name for name in map(str.strip, options.methods.split(",")) if name]
@@ -67,9 +62,6 @@ def main(arguments: Sequence[str]) -> int:
         _tell(error, first, running)
         return 2
     say(f"{subject.about()}\n\n{report.report(results)}\n\nall figures: {out}\n")
-    if first and subject.curve is not None and results.tables:
-        report.save_curve(results, subject.curve, out.with_suffix(".png"))
-        say(f"curve:       {out.with_suffix('.png')}\n")
     return int(bool(results.errors) or not all(bar.reached for bar in results.bars))
 
 
@@ -118,9 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "--case", action="append", default=[],
         help="a case by name, or its fields: 'ranks=2; seq=4096'; repeat for more (default: all named cases)",
     )  # fmt: skip
-    for name, of in OPTIONS.items():
-        subjects = ", ".join(s.subject for s in of)
-        parser.add_argument(f"--{name}", help=f"for {subjects}: that field of all cases")
+    parser.add_argument("--framework", help="for step: that field of all cases")
     parser.add_argument("--methods", default="", help="names, separated by commas")
     parser.add_argument("--repeats", type=int, help="timed rounds, after a round that is not counted")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one")

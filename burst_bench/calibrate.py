@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_bench.core import World
+from burst_bench.core import Trial, World
 from burst_bench.launch import in_processes, joined
 from burst_bench.methods.attention import share_of
 from burst_bench.methods.kernels import both_ways, scores_of
+from burst_bench.stage import one_round
 from burst_mcore.attention.geometry.pattern import Pattern
+from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.kernels.kernel import Problem
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.schedule.actions import Pass
@@ -75,20 +76,18 @@ class Found:
     """Measured rates, and the ranks that measured them."""
 
     rates: Rates
-    rank: int
+    ranks: Ranks
+    rank: int = 0
     """The rank of this process."""
-    size: int
-    node: int
-    """Ranks of a node."""
 
     @property
     def one_node(self) -> bool:
         """Whether no link between machines was measured."""
-        return self.node == self.size
+        return self.ranks.intra == self.ranks.size
 
     @property
     def words(self) -> str:
-        return f"{self.size} ranks" if self.one_node else f"{self.size} ranks, {self.node} of a node"
+        return f"{self.ranks.size} ranks" + f", {self.ranks.intra} of a node" * (not self.one_node)
 
 
 def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
@@ -110,39 +109,35 @@ def measure(ranks: int | None, repeats: int, device: str = "cpu") -> Found:
             f"{size} ranks, {node} of a node, and {repeats} repeats"
         )
     if not launched:
-        rates, *_ = in_processes(size, _alone, repeats)
-        return Found(rates, 0, size, node)
+        rates, *_ = in_processes(size, measured, node, repeats)
+        return Found(rates, Ranks(size, node))
     with joined(device):
-        world = World(dist.get_rank(), size, device)
-        return Found(measured(world, node, repeats), world.rank, size, node)
+        rank = dist.get_rank()
+        return Found(measured(rank, size, node, repeats, device), Ranks(size, node), rank)
 
 
-def _alone(rank: int, size: int, repeats: int) -> Rates:
-    return measured(World(rank, size), size, repeats)
-
-
-def measured(world: World, node: int, repeats: int) -> Rates:
-    """Return the measured rates of this world, with `node` consecutive ranks per node. Collective.
+def measured(rank: int, size: int, node: int, repeats: int, device: str = "cpu") -> Rates:
+    """Return the measured rates of ranks, with `node` consecutive ranks per node. Collective.
 
     On one node `inter` is not measured: it is the share of `intra` that `machines.CPU` assumes.
     """
-    sizes = SIZES[world.device]
+    world, sizes = World(rank, size, device), SIZES[device]
     shard = share_of(sizes.tiles[-1], sizes.heads, sizes.heads, sizes.head_dim)
     forward, backward = _kernel(world, sizes, repeats)
     source = torch.zeros(sizes.copied // 4, device=world.device)
     copy = least(partial(torch.empty_like(source).copy_, source), world, repeats)
-    within = list(range(world.rank // node * node, world.rank // node * node + node))
-    across = list(range(world.rank % node, world.size, node))
-    near = _link(world, within, 1, repeats) if node > 1 else None
-    far = _link(world, across, 1, repeats) if len(across) > 1 else None
-    link = near or far
+    on_node = list(range(rank // node * node, rank // node * node + node))
+    of_nodes = list(range(rank % node, size, node))
+    inner = _link(world, on_node, 1, repeats) if node > 1 else None
+    outer = _link(world, of_nodes, 1, repeats) if len(of_nodes) > 1 else None
+    link = inner or outer
     assert link is not None
     intra, crowding = 1 / link.slope, 0.0
     if node > 2:
-        to_all = _link(world, within, node - 1, repeats)
+        to_all = _link(world, on_node, node - 1, repeats)
         crowding = math.log(max(1.0, to_all.slope / link.slope)) / math.log(node / 2)
     return Rates(
-        intra=intra, inter=intra * CPU.inter / CPU.intra if far is None else min(intra, 1 / far.slope),
+        intra=intra, inter=intra * CPU.inter / CPU.intra if outer is None else min(intra, 1 / outer.slope),
         compute=pass_flops(shard, 1, Pass.FORWARD) / forward.slope,
         backward=pass_flops(shard, 1, Pass.KV) / backward.slope,
         memory=2 * sizes.copied / copy, fill=forward.start / forward.slope, latency=link.start,
@@ -156,13 +151,12 @@ def _kernel(world: World, sizes: LineSizes, repeats: int) -> tuple[Line, Line]:
     kernel = choose("auto", Problem(world.device, sizes.dtype, heads, heads, dim, dim))
     forward, backward = [], []
     for n in sizes.tiles:
-        tensors = torch.randn(4, 1, n, heads, dim, device=world.device).to(sizes.dtype)
-        q, k, v, dout = tensors.unbind()
+        q, k, v, dout = torch.randn(4, 1, n, heads, dim, device=world.device).to(sizes.dtype).unbind()
         pattern = Pattern((n, n))
-        alone = least(partial(kernel.forward, q, k, v, pattern, scores_of(q)), world, repeats)
-        both = least(partial(both_ways, kernel, pattern, q, k, v, dout), world, repeats)
-        forward.append((float(n), alone / n))
-        backward.append((float(n), max(both - alone, alone) / n))
+        forward_seconds = least(partial(kernel.forward, q, k, v, pattern, scores_of(q)), world, repeats)
+        pair_seconds = least(partial(both_ways, kernel, pattern, q, k, v, dout), world, repeats)
+        forward.append((float(n), forward_seconds / n))
+        backward.append((float(n), max(pair_seconds - forward_seconds, forward_seconds) / n))
     return Line.through(*forward), Line.through(*backward)
 
 
@@ -193,15 +187,6 @@ def exchange(ends: Sequence[tuple[int, int]], message: Tensor) -> None:
 
 def least(call: Callable[[], object], world: World, repeats: int) -> float:
     """Return the least seconds of a call that all ranks make together; each time is the slowest rank's."""
-    wait: Callable[[], None] = torch.cuda.synchronize if world.device == "cuda" else lambda: None
-    least = math.inf
-    for index in range(repeats + 1):
-        wait()
-        dist.barrier()
-        start = time.perf_counter()
-        call()
-        wait()
-        seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        least = min(least, float(seconds)) if index else least  # the first call warms up
-    return least
+    trial = Trial({"": call})
+    walls = [one_round(trial, "", world)["wall"] for _ in range(repeats + 1)]
+    return min(walls[1:])  # the first call warms up

@@ -83,10 +83,8 @@ class Trial:
     """The timed steps, by the prefix of their meters; "" for a single step."""
     warm: TimedStep | None = None
     """Called once before the others: it builds everything that is built once."""
-    memory: Callable[[], Mapping[str, float]] = dict
-    """Meters that are read once, while freed memory still goes back to the system."""
     check: Callable[[], Mapping[str, float]] = dict
-    """The gate: errors by meter ("... error"), and the size of their sample."""
+    """Meters that are read once, before freed memory is kept: peak memory, and errors ("... error")."""
     bound: float = math.inf
     """A method with an error that is not at most this is wrong, and is not timed."""
     ahead: bool = False
@@ -141,7 +139,7 @@ class Bar:
     claim: str
     method: str
     meter: str
-    bound: float | None
+    bound: float | None = None
     """The bound; None: the figure is recorded, and not judged."""
     at_most: bool = True
     case: str = ""
@@ -183,16 +181,12 @@ class Case:
     repeats: ClassVar[int] = 3
     emulated: ClassVar[bool] = False
     """Whether ranks are on an emulated cluster: a case has its ranks, `where`, and `rates`."""
-    options: ClassVar[tuple[str, ...]] = ()
-    """Fields with an option on the command line, such as --cluster: its value goes to all cases."""
     beside: ClassVar[str | None] = None
     """A unit; each method has its own processes, where only this unit runs in turn with it."""
     clearly: ClassVar[float] = math.inf
     """A step that takes this many times as long as the fastest in the first round is not timed again."""
     overall: ClassVar[tuple[Bar, ...]] = ()
     """Bars of the summary."""
-    curve: ClassVar[tuple[str, str] | None] = None
-    """Pairs of meters in a picture: the second over the first."""
 
     ranks: int = 1
     """Processes that share the work."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -33,27 +33,24 @@ def error(problem: LayerProblem, attention: ShardedAttention, world: World) -> f
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = attention.attend(*inputs)
     out.backward(dout)
-    near = [x.cpu() for x in bare_kernel(problem, world.device)(*(x.to(world.device) for x in tensors))]
+    baselines = bare_kernel(problem, world.device)(*(x.to(world.device) for x in tensors))
     exact = both_ways(KERNELS["reference"], _table(problem), *(x.double() for x in tensors))
     worst = 0.0
-    for result, bare, want in zip((out, None, *(x.grad for x in inputs)), near, exact, strict=True):
+    for result, baseline, want in zip((out, None, *(x.grad for x in inputs)), baselines, exact, strict=True):
         if result is None:  # a method returns no lse
             continue
-        whole = attention.unshard(_gathered(result.detach().cpu(), world)).double()
-        worst = max(worst, relative(whole, want) / relative(bare, want))
+        shards = [result] * world.size
+        dist.all_gather_object(shards, result.detach().cpu().contiguous())  # they may differ in length
+        worst = max(
+            worst, relative(attention.unshard(shards).double(), want) / relative(baseline.cpu(), want)
+        )
     return worst
 
 
-def relative(got: Tensor | None, want: Tensor | None) -> float:
+def relative(result: Tensor | None, want: Tensor | None) -> float:
     """Return the Frobenius norm of a tensor's error, relative to the norm of the exact tensor."""
-    assert got is not None and want is not None
-    return float((got.double() - want).norm() / want.norm())
-
-
-def gate_problem(problem: LayerProblem, size: int) -> LayerProblem:
-    """Return the problem with few tokens, with the lengths in its mask in proportion."""
-    unit = 2 * size
-    return problem.shortened(max(unit, min(problem.seq, TOKENS) // unit * unit))
+    assert result is not None and want is not None
+    return float((result.double() - want).norm() / want.norm())
 
 
 def bare_kernel(problem: LayerProblem, device: str = "cpu") -> Callable[..., tuple[Tensor, ...]]:
@@ -61,10 +58,10 @@ def bare_kernel(problem: LayerProblem, device: str = "cpu") -> Callable[..., tup
 
     Masks other than causal and full go in as a table, without hints on tiles to skip.
     """
-    chosen, whole = choose("auto", replace(problem.on_kernel, device=device)), (problem.seq, problem.seq)
+    kernel, square = choose("auto", replace(problem.on_kernel, device=device)), (problem.seq, problem.seq)
     if problem.seen in (Mask.causal(), Mask.full()):
-        return partial(both_ways, chosen, Pattern(whole, high=0 if problem.seen == Mask.causal() else None))
-    return partial(both_ways, chosen if chosen.abilities.masks else KERNELS["reference"], _table(problem))
+        return partial(both_ways, kernel, Pattern(square, high=0 if problem.seen == Mask.causal() else None))
+    return partial(both_ways, kernel if kernel.abilities.masks else KERNELS["reference"], _table(problem))
 
 
 def takes_whole(problem: LayerProblem) -> bool:
@@ -75,10 +72,3 @@ def takes_whole(problem: LayerProblem) -> bool:
 def _table(problem: LayerProblem) -> Pattern:
     rows = torch.arange(problem.seq)
     return Pattern.from_table(problem.seen.allows(rows, rows))
-
-
-def _gathered(shard: Tensor, world: World) -> Sequence[Tensor]:
-    """Return the shards of all ranks, which may differ in length."""
-    shards: list[Tensor] = [shard] * world.size
-    dist.all_gather_object(shards, shard.contiguous())
-    return shards

@@ -1,4 +1,4 @@
-"""Results for people: a table for each case, the bars, and a curve."""
+"""Results for people: a table for each case, and the bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from burst_bench.core import Table
 from burst_bench.results import Results, read, unit_of
@@ -39,8 +38,8 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """Return a table whose columns are aligned."""
     rows = [tuple(header), *map(tuple, lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    shown = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])
+    texts = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return "\n".join([texts[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *texts[1:]])
 
 
 def table(results: Results, case: str) -> str:
@@ -56,8 +55,8 @@ def table(results: Results, case: str) -> str:
 def _shown(meter: str) -> tuple[float, str]:
     """Return the scale of a meter's column, and its title."""
     unit = unit_of(meter)
-    scale, shown = SCALES.get(unit, (1, unit))
-    return scale, meter if shown in ("", "x", meter.split()[-1]) else f"{meter}, {shown}"
+    scale, name = SCALES.get(unit, (1, unit))
+    return scale, meter if name in ("", "x", meter.split()[-1]) else f"{meter}, {name}"
 
 
 def _cell(samples: Sequence[float], meter: str) -> str:
@@ -67,24 +66,6 @@ def _cell(samples: Sequence[float], meter: str) -> str:
     value = f"{median / _shown(meter)[0]:.3g}"
     spread = (max(samples) - min(samples)) / 2 / abs(median) if median and len(samples) > 1 else 0.0
     return f"{value} +-{spread:.0%}" if spread >= 0.01 else value
-
-
-def save_curve(results: Results, meters: tuple[str, str], path: Path) -> None:
-    """Write a PNG: medians of the second meter against those of the first, a point for each method."""
-    from matplotlib.figure import Figure
-
-    panel: Any = Figure(figsize=(10, 5), layout="constrained").subplots()
-    (x_scale, x_title), (y_scale, y_title) = map(_shown, meters)
-    for table in results.tables.values():
-        across, up = map(table.medians, meters)
-        for method in across.keys() & up.keys():
-            point = across[method] / x_scale, up[method] / y_scale
-            panel.plot(*point, "o", color="#4c72b0")
-            panel.annotate(method, point, textcoords="offset points", xytext=(6, 5), fontsize=9)
-    panel.set(xlabel=x_title, ylabel=y_title, title=f"{results.subject}: {', '.join(results.tables)}")
-    panel.grid(alpha=0.3)
-    panel.margins(x=0.2, y=0.1)
-    panel.figure.savefig(path, dpi=120)
 
 
 def main() -> None:

@@ -69,11 +69,11 @@ class Results:
             else:
                 self.not_judged.append(f"{bar.case}: {bar.claim}")
 
-    def as_json(self, made_by: Mapping[str, Any] | None = None) -> str:
-        """Return the file of this run; `made_by`: commit, machine and versions, by default as of now."""
-        whole = {
+    def as_json(self) -> str:
+        """Return the file of this run, with commit, machine and versions as of now."""
+        entries = {
             "schema": SCHEMA, "subject": self.subject, "about": self.about,
-            **(made_by or provenance.made_by(self.device)),
+            **provenance.made_by(self.device),
             "device": self.device, "repeats": self.repeats, "cases": self.cases,
             "bars": [{**asdict(bar), "reached": bar.reached} for bar in self.bars],
             "not judged": self.not_judged, "refused": self.refused, "errors": self.errors,
@@ -81,7 +81,7 @@ class Results:
         }  # fmt: skip
         figures = (_figure(case, *key, table[key]) for case, table in self.tables.items() for key in table)
         lines = ",\n  ".join(map(json.dumps, figures))  # a figure a line: short, and easy to compare
-        return f'{json.dumps(whole, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
+        return f'{json.dumps(entries, indent=1)[:-2]},\n "figures": [\n  {lines}\n ]\n}}\n'
 
 
 def _figure(case: str, method: str, meter: str, samples: Sequence[float]) -> dict[str, Any]:
@@ -95,12 +95,12 @@ def read(path: Path) -> Results:
     Raises:
         ValueError: it is not of this schema.
     """
-    whole = json.loads(path.read_text())
-    if whole.get("schema") != SCHEMA:
+    entries = json.loads(path.read_text())
+    if entries.get("schema") != SCHEMA:
         raise ValueError(f"{path} is not a file of `burst-mcore bench`, schema {SCHEMA}")
     names = ("subject", "about", "device", "repeats", "cases", "refused", "errors", "notes")
-    bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in whole["bars"]]
-    results = Results(**{name: whole[name] for name in names}, bars=bars, not_judged=whole["not judged"])
-    for figure in whole["figures"]:
+    bars = [Bar(**{k: v for k, v in bar.items() if k != "reached"}) for bar in entries["bars"]]
+    results = Results(**{name: entries[name] for name in names}, bars=bars, not_judged=entries["not judged"])
+    for figure in entries["figures"]:
         results.add(figure["case"], [(figure["method"], figure["meter"], figure["samples"])])
     return results

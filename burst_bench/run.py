@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -42,8 +42,8 @@ def cases_for(
     subject: type[Case],
     texts: Sequence[str],
     device: str,
-    ranks: int | None = None,
-    given: Mapping[str, Any] | None = None,
+    ranks: int | None,
+    fixed: Mapping[str, Any],
 ) -> dict[str, Case]:
     """Return the subject's cases by name, or those that `texts` name or describe.
 
@@ -54,29 +54,28 @@ def cases_for(
         texts: Names or fields of cases.
         device: "cpu" or "cuda".
         ranks: Processes that torchrun started; None: a case gives their number.
-        given: Fields that all cases get, by name (`Case.options`).
+        fixed: Fields that all cases get, by name.
     """
-    fixed = dict(given or {})
-    if foreign := fixed.keys() - set(subject.options):
+    if foreign := fixed.keys() - {field.name for field in fields(subject)}:
         raise ValueError(f"{subject.subject} has no option --{min(foreign)}")
     cases = {name: replace(case, **fixed) for name, case in subject.named(device).items()}
     if ranks is not None:
         cases = {f"{ranks} ranks": subject(ranks=ranks, **fixed)}
-    chosen: dict[str, Case] = {}
+    selection: dict[str, Case] = {}
     for text in texts:
         if text not in cases and "=" not in text:
             raise ValueError(
                 f"unknown case {text!r}; legal: {'; '.join(cases)}; or fields such as 'seq=4096'"
             )
         if text in cases:
-            chosen[text] = cases[text]
+            selection[text] = cases[text]
             continue
         says_ranks = any(part.split("=")[0].strip() == "ranks" for part in text.split(";"))
         case = in_words(subject, text, **fixed, **({} if ranks is None or says_ranks else {"ranks": ranks}))
         if ranks not in (None, case.ranks):
             raise ValueError(f"torchrun started {ranks} ranks, and {text!r} wants {case.ranks}")
-        chosen[text] = case
-    return chosen or dict(cases)
+        selection[text] = case
+    return selection or dict(cases)
 
 
 def run(
@@ -97,8 +96,8 @@ def run(
     """
     results = Results(subject.subject, subject.about(), device, repeats)
     plans = {name: _able(case, names, device) for name, case in cases.items()}
-    if subject.emulated:
-        emulate.require()
+    if subject.emulated and (lacks := emulate.missing()) is not None:
+        raise RuntimeError(f"the emulated cluster needs {lacks}")
     for name, (methods, refused) in plans.items():
         case = cases[name]
         results.cases[name] = asdict(case)
@@ -139,14 +138,14 @@ def _measured(case: Case, methods: Sequence[Method], repeats: int, device: str) 
     sets = range(case.processes)
     if case.beside is None:
         return _joined(_in_world(work) for _ in sets)
-    whole = Outcome()
+    total = Outcome()
     ours = next((method for method in methods if method.name == case.beside), None)
     for method in methods:
-        alone = replace(work, methods=[method], beside=None if method is ours else ours)
-        outcome = _joined(_alone(alone) for _ in sets)
-        whole.samples |= outcome.samples
-        whole.refused |= outcome.refused
-    return whole
+        work_of_one = replace(work, methods=[method], beside=None if method is ours else ours)
+        outcome = _joined(_alone(work_of_one) for _ in sets)
+        total.samples |= outcome.samples
+        total.refused |= outcome.refused
+    return total
 
 
 def _in_world(work: StageWork) -> Outcome:

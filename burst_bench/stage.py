@@ -56,10 +56,10 @@ def measure(rank: int, size: int, work: StageWork) -> Outcome:
         beside = {} if work.beside is None else {work.beside.name: stage.trial(work.beside)}
         running = {**stage.units, **beside, **trials}
         times = interleave(running, world, work.rounds, clearly=case.clearly)
-        alone = work.methods[0].name
+        owner = work.methods[0].name
         for (name, meter), samples in times.items():
             # In a method's own processes a unit's figures belong to the method, with the unit as prefix.
-            label = (name, meter) if not case.beside or name == alone else (alone, f"{name} {meter}")
+            label = (name, meter) if not case.beside or name == owner else (owner, f"{name} {meter}")
             outcome.samples[label] = samples
     return outcome
 
@@ -73,10 +73,12 @@ def _gated(
         trial = stage.trial(method)
         if trial.warm is not None:
             trial.warm()
-        meters = {**trial.memory(), **trial.check()}
+        meters = {**trial.check()}
     except Exception as error:  # any error of a method is a result
         reason = first_line(error)
-    reason = _agreed(reason, world)
+    reasons: list[str | None] = [None] * world.size
+    dist.all_gather_object(reasons, reason)
+    reason = next((text for text in reasons if text is not None), None)  # the first of any rank
     if trial is None or reason is not None:
         return None, {}, reason
     meters = over_ranks(meters, world)
@@ -89,13 +91,6 @@ def wrong(meters: Mapping[str, float], bound: float) -> str | None:
         if meter.endswith("error") and not value <= bound:
             return f"wrong: its {meter} is {value:.3g}, which may be {bound:.3g}"
     return None
-
-
-def _agreed(reason: str | None, world: World) -> str | None:
-    """Return the first reason of any rank."""
-    reasons: list[str | None] = [None] * world.size
-    dist.all_gather_object(reasons, reason)
-    return next((text for text in reasons if text is not None), None)
 
 
 HEAD_START = 10**8

@@ -48,8 +48,8 @@ class Recording:
     def posted(self, channel: Channel, actions: Sequence[Action]) -> None:
         """Record the start of the messages of a ring step."""
         now = time.perf_counter()
-        started = [(str(action), now) for action in actions if isinstance(action, does.Recv)]
-        self._under_way.setdefault(channel, []).extend(started)
+        starts = [(str(action), now) for action in actions if isinstance(action, does.Recv)]
+        self._under_way.setdefault(channel, []).extend(starts)
 
     def _note(self, where: str, label: str, began: float) -> None:
         start, end = began - self._begin, time.perf_counter() - self._begin

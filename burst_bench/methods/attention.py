@@ -15,9 +15,10 @@ from torch import Tensor
 from burst_bench.core import Case, Method, World, add, missing, shareable, shared_heads
 from burst_mcore import BurstConfig, Topology
 from burst_mcore.attention.api import burst_attention
-from burst_mcore.attention.geometry.shard import Shard
+from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.layout import Layout, shard, unshard
 from burst_mcore.rates import Rates
+from burst_plan.explain.predict import layout_of
 from burst_plan.explain.problem import LayerProblem
 
 AttendedBy = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,9 +44,7 @@ class RingCase(Case, LayerProblem):
 
     @property
     def sharded(self) -> Layout:
-        if self.layout == "auto":
-            return Layout.for_mask(self.seen, self.seq, self.ranks)
-        return Layout.of(self.layout)
+        return layout_of(self.layout, self, Ranks(self.ranks, self.ranks))
 
 
 @dataclass(frozen=True)
@@ -127,15 +126,20 @@ def _deepspeed_needs(case: RingCase, device: str) -> str | None:
     return shared_heads(case, case.ranks) or missing("deepspeed") or divisible(case, device)
 
 
-def _deepspeed(case: RingCase, world: World) -> ShardedAttention:
-    os.environ.setdefault("DS_ACCELERATOR", world.device)  # else it prints its long search for one
+def start_deepspeed(device: str) -> None:
+    """Initialise DeepSpeed for a device, quietly."""
+    os.environ.setdefault("DS_ACCELERATOR", device)  # else it prints its long search for one
     import deepspeed
-    from deepspeed.ops import __compatible_ops__
-    from deepspeed.sequence.layer import DistributedAttention
 
-    # Else DeepSpeed compiles a shared-memory all-reduce, which attention does not use.
-    __compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
+    from burst_mcore.deepspeed.settings import prepare_cpu
+
+    prepare_cpu()
+    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
+
+
+def _deepspeed(case: RingCase, world: World) -> ShardedAttention:
+    start_deepspeed(world.device)
+    from deepspeed.sequence.layer import DistributedAttention
 
     def local(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
         return attended(q, k, v, topology=Topology.single(), mask=case.seen)

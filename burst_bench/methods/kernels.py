@@ -35,8 +35,7 @@ def both_ways(
     out, lse = kernel.forward(q, k, v, pattern, scores_of(q))
     if dout is None:
         return out, lse
-    inputs = _inputs(kernel, q, k, v, dout, out, lse)
-    return out, lse, *kernel.backward(inputs, pattern, scores_of(q))
+    return out, lse, *kernel.backward(_inputs(kernel, q, k, v, dout, out, lse), pattern, scores_of(q))
 
 
 class Tiles:

@@ -39,7 +39,7 @@ def _selective(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return out
 
 
-def _megatron(around: str, case: Any, world: World) -> LayerMethod:
+def _megatron(part: str, case: Any, world: World) -> LayerMethod:
     from megatron.core import tensor_parallel
 
     if not torch.cuda.is_available():
@@ -52,7 +52,7 @@ def _megatron(around: str, case: Any, world: World) -> LayerMethod:
         out: Tensor = tensor_parallel.checkpoint(function, False, *args)
         return out
 
-    return LayerMethod(layer=recomputed) if around == "layer" else LayerMethod(attention=recomputed)
+    return LayerMethod(layer=recomputed) if part == "layer" else LayerMethod(attention=recomputed)
 
 
 SEGMENTS = {f"segment {kept:g}": Segment(kept) for kept in (0.25, 0.5, 0.75)}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from burst_bench.core import Method, World, add, missing, shared_heads
-from burst_bench.methods.attention import AttendedBy, RingCase, ShardedAttention, divisible
+from burst_bench.methods.attention import RingCase, ShardedAttention, divisible
 from burst_bench.published.rows import LAYOUTS
 from burst_mcore.mask import Mask
 
@@ -61,32 +61,24 @@ def _on_cpu(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return tuple(DTensor.from_local(x, mesh, query.placements, run_check=False) for x in results)
 
 
-class Causal(nn.Module):
-    """The call that torch's context parallelism wraps."""
-
-    def __init__(self, causal: bool) -> None:
-        super().__init__()
-        self.causal = causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True)
-
-
-def parallel_attention(world: World, rotates: str, causal: bool) -> AttendedBy:
-    """Return attention of zigzag shards, or contiguous ones without a mask, by torch's style for modules."""
+def _torch(case: RingCase, world: World, rotates: str) -> ShardedAttention:
+    """Return torch's attention of zigzag shards, or of contiguous ones without a mask."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.distributed.tensor import DTensor, Shard
 
-    style = templates()._ContextParallel(2, templates()._ContextParallel.AttentionType.SDPA)
-    module = parallelize_module(Causal(causal), DeviceMesh.from_group(world.group, world.device), style)
+    causal, mesh = case.seen == Mask.causal(), DeviceMesh.from_group(world.group, world.device)
     templates()._enable_context_parallel_dispatcher()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         choose(rotates, balanced=causal)  # methods alternate; a backward follows its forward
-        out: Tensor = module(*(x.transpose(1, 2) for x in (q, k, v)))
-        return out.transpose(1, 2)
+        q, k, v = (
+            DTensor.from_local(x.transpose(1, 2), mesh, [Shard(2)], run_check=False) for x in (q, k, v)
+        )
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        local: Tensor = out.to_local()  # type: ignore[attr-defined]
+        return local.transpose(1, 2)
 
-    return attend
+    return ShardedAttention("zigzag" if causal else "contiguous", world, attend)
 
 
 def _needs(
@@ -115,8 +107,8 @@ def _megatron(case: RingCase, world: World, comm: str) -> ShardedAttention:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if not parallel_state.model_parallel_is_initialized():
-        within = _of_node(world.size)
-        levels = [within, world.size // within] if 1 < within < world.size else None  # for a2a+p2p
+        node = _of_node(world.size)
+        levels = [node, world.size // node] if 1 < node < world.size else None  # for a2a+p2p
         parallel_state.initialize_model_parallel(
             context_parallel_size=world.size, hierarchical_context_parallel_sizes=levels
         )
@@ -160,12 +152,6 @@ def _te_needs(case: RingCase, device: str, comm: str) -> str | None:
     return _needs(case, device, ["megatron-core", "transformer-engine"], heads=heads)
 
 
-def _torch(case: RingCase, world: World, rotates: str) -> ShardedAttention:
-    causal = case.seen == Mask.causal()
-    attend = parallel_attention(world, rotates, causal)
-    return ShardedAttention("zigzag" if causal else "contiguous", world, attend)
-
-
 _MEGATRON = {"p2p": "ring", "all_gather": "all-gather", "a2a": "ulysses", "a2a+p2p": "usp"}
 _FUNCTIONS = {
     "zigzag": "zigzag_ring_flash_attn_func",
@@ -175,13 +161,12 @@ _FUNCTIONS = {
 
 add(
     "attention",
-    Method(
-        "torch-ring", partial(_torch, rotates="ring"), _needs, ours=False,
-        row={"method": "ring", "variant": "zigzag"},
-    ),
-    Method(
-        "torch-gather", partial(_torch, rotates="gather"), _needs, ours=False,
-        row={"method": "all-gather", "variant": "zigzag"},
+    *(
+        Method(
+            f"torch-{rotates}", partial(_torch, rotates=rotates), _needs, ours=False,
+            row={"method": method, "variant": "zigzag"},
+        )
+        for rotates, method in {"ring": "ring", "gather": "all-gather"}.items()
     ),
     *(
         Method(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from burst_bench.core import Case, World, missing, one_of, shareable
 from burst_mcore.config import BurstConfig
 from burst_plan.explain.problem import DTYPES
+from burst_plan.step.model import Model
 
 VOCABULARY = 2048
 WIDER = 2
@@ -57,13 +58,10 @@ class TrainedCase(Case):
 
     @property
     def flops(self) -> float:
-        """The FLOPs of a step over one sequence, of the model alone: nothing recomputed, causal pairs.
-
-        Six for each weight of a matrix and token, and six for each head, element and previous token.
-        """
-        width, kv = self.width, self.kv_heads * self.head_dim
-        weights = self.layers * (2 * width * (width + kv) + 3 * WIDER * width * width) + VOCABULARY * width
-        return self.seq * 6.0 * (weights + self.layers * self.seq * width)
+        """The FLOPs of a step over one sequence, of the model alone: nothing recomputed, causal pairs."""
+        sizes: Any = {name: getattr(self, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
+        sizes |= {"hidden": self.width, "value_dim": self.head_dim, "ffn": WIDER * self.width}
+        return self.seq * Model(name="", vocab=VOCABULARY, **sizes).flops(keys=self.seq / 2)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,23 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from burst_bench.core import Method, World, add
+from burst_bench.methods.attention import start_deepspeed
 from burst_bench.methods.steps import OURS, StepSetting, Train, TrainedCase, attend_by, causal, llama, needs
 from burst_bench.methods.steps import first_loss as first_loss
 
 
 def start(case: TrainedCase, world: World) -> None:
     """Initialise DeepSpeed, quietly, with ranks on the case's nodes."""
-    os.environ.setdefault("DS_ACCELERATOR", world.device)
-    import deepspeed
-
     for name in ("DeepSpeed", "burst_mcore"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of its calls
-    if world.device == "cpu":
-        from burst_mcore.deepspeed.settings import prepare_cpu
-
-        prepare_cpu()
-    deepspeed.init_distributed("gloo" if world.device == "cpu" else "nccl", verbose=False)
+    start_deepspeed(world.device)
 
 
 def _train(section: dict[str, Any], attention: Callable[..., Any] | None, case: TrainedCase) -> Train:
@@ -95,10 +88,10 @@ def _ulysses_layer(case: TrainedCase, world: World) -> Callable[..., Any]:
         out, _ = causal(None, *(x.transpose(1, 2) for x in qkv))
         return out.contiguous()
 
-    whole = DistributedAttention(local, world.group, 2, 1)
+    ulysses = DistributedAttention(local, world.group, 2, 1)
 
     def attend(module: Any, q: Any, k: Any, v: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
-        return whole(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), 0), None
+        return ulysses(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), 0), None
 
     return attend
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from burst_bench.core import Method, World, add, shared_heads
@@ -25,7 +25,7 @@ from burst_mcore.layout import shard
 from burst_plan.explain.problem import DTYPES
 
 IGNORED = -100
-Sharded = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+Sharding = Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
 """Returns a context in which a step runs, with this rank's part of the batch."""
 
 
@@ -50,13 +50,13 @@ def _ours(setting: StepSetting, case: TrainedCase, world: World) -> Train:
     return _train(model, case, world, backward)
 
 
-def _theirs(case: TrainedCase, world: World, attention: Callable[..., Any], sharded: Sharded) -> Train:
+def _theirs(case: TrainedCase, world: World, attention: Callable[..., Any], sharding: Sharding) -> Train:
     """Return the step of a loop that shards a batch by itself. Collective."""
     model = llama(case).to(world.device)
     attend_by(model, attention)
 
     def backward() -> Tensor:
-        with sharded() as batch:
+        with sharding() as batch:
             labels = batch["shift_labels"]
             loss = model(**batch, labels=labels, num_items_in_batch=case.seq - 1, use_cache=False).loss
             (loss * case.ranks).backward()
@@ -71,19 +71,19 @@ def _train(model: Any, case: TrainedCase, world: World, backward: Callable[[], T
     """Return the step of a model whose layers are sharded over all ranks."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mixed = MixedPrecisionPolicy(param_dtype=DTYPES[case.dtype], reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=DTYPES[case.dtype], reduce_dtype=torch.float32)
     mesh = DeviceMesh.from_group(world.group, world.device)
     for layer in (*model.model.layers, model):
-        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    return partial(_step, model, optimizer, backward)
 
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = backward()
+        optimizer.step()
+        return float(loss)
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], Tensor]) -> float:
-    optimizer.zero_grad()
-    loss = backward()
-    optimizer.step()
-    return float(loss)
+    return step
 
 
 def _batch(case: TrainedCase, world: World) -> dict[str, Tensor]:
@@ -99,32 +99,30 @@ def _context_parallel(rotates: str, case: TrainedCase, world: World) -> Train:
     mesh, batch = DeviceMesh.from_group(world.group, world.device), _batch(case, world)
 
     @contextmanager
-    def sharded() -> Iterator[Mapping[str, Tensor]]:
+    def sharding() -> Iterator[Mapping[str, Tensor]]:
         from torch.distributed.tensor.experimental import context_parallel
 
         choose(rotates)
-        mine = {name: x.clone() for name, x in batch.items()}
-        buffers = [*mine.values()]
+        share = {name: x.clone() for name, x in batch.items()}
+        buffers = [*share.values()]
         with context_parallel(
             mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers={*buffers}
         ):
-            yield mine
+            yield share
 
-    return _theirs(case, world, causal, sharded)
+    return _theirs(case, world, causal, sharding)
 
 
 def _ulysses(case: TrainedCase, world: World) -> Train:
     """Return FSDP2 with Ulysses: an all-to-all of torch's before attention, and another after it."""
-    mine = {
-        name: shard(x, dim=1, rank=world.rank, size=world.size, layout="contiguous")
-        for name, x in _batch(case, world).items()
-    }
+    part_of = partial(shard, dim=1, rank=world.rank, size=world.size, layout="contiguous")
+    share = {name: part_of(x) for name, x in _batch(case, world).items()}
 
     def attend(module: object, *qkv: Tensor, **__: object) -> tuple[Tensor, None]:
         out, _ = causal(module, *(exchanged(x, world.group) for x in qkv[:3]))
         return exchanged(out, world.group), None
 
-    return _theirs(case, world, attend, lambda: nullcontext(mine))
+    return _theirs(case, world, attend, lambda: nullcontext(share))
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -106,9 +106,9 @@ def _model(case: TrainedCase, cp: int, spec_of: Callable[[Any], Any], world: Wor
 def _batch(case: TrainedCase, world: World, cp: int) -> tuple[Any, ...]:
     """Return this rank's tokens, positions, no mask, no other input, and labels."""
     part_of = partial(shard, dim=1, rank=world.rank % cp, size=cp, layout="zigzag")
-    whole = case.sample, torch.arange(case.seq)[None], case.sample.roll(-1, 1)
-    tokens, where, labels = (part_of(x).to(world.device) for x in whole)
-    return tokens, where, None, None, labels
+    sequence = case.sample, torch.arange(case.seq)[None], case.sample.roll(-1, 1)
+    tokens, numbers, labels = (part_of(x).to(world.device) for x in sequence)
+    return tokens, numbers, None, None, labels
 
 
 def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
@@ -118,27 +118,29 @@ def _train(model: Any, batch: tuple[Any, ...], policy: Policy) -> Train:
 
     from burst_mcore.megatron.recompute import use_recompute
 
-    sharded = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
-    whole = distributed.DistributedDataParallel(model.config, sharded, model)
+    sharding = distributed.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    parallel = distributed.DistributedDataParallel(model.config, sharding, model)
     options = OptimizerConfig(
         lr=0.0, weight_decay=0.0, use_distributed_optimizer=True, params_dtype=model.config.params_dtype,
         bf16=model.config.bf16,
     )  # fmt: skip
-    optimizer = get_megatron_optimizer(options, [whole])
+    optimizer = get_megatron_optimizer(options, [parallel])
 
     def step() -> float:
         use_recompute(policy)
-        whole.zero_grad_buffer()
+        parallel.zero_grad_buffer()
         optimizer.zero_grad()
-        losses = whole(*batch)
+        losses = parallel(*batch)
         total = losses.sum()
         total.backward()
         count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-        distributed.finalize_model_grads([whole], count)
+        distributed.finalize_model_grads([parallel], count)
         optimizer.step()
-        both = torch.stack([total.detach().double(), torch.tensor(float(losses.numel())).to(total).double()])
-        dist.all_reduce(both)
-        return float(both[0] / both[1])
+        sums = torch.tensor(
+            [float(total.detach()), losses.numel()], dtype=torch.float64, device=losses.device
+        )
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
 
     return step
 
@@ -162,14 +164,11 @@ def _own(case: TrainedCase, world: World) -> Train:
 
 
 def _engine(communication: str, case: TrainedCase, world: World) -> Train:
-    model = _model(case, case.ranks, _of_engine, world, cp_comm_type=communication)
-    return _train(model, _batch(case, world, case.ranks), Full())
-
-
-def _of_engine(config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    return get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    model = _model(case, case.ranks, lambda config: spec, world, cp_comm_type=communication)
+    return _train(model, _batch(case, world, case.ranks), Full())
 
 
 def _own_needs(case: TrainedCase, device: str) -> str | None:

@@ -20,13 +20,13 @@ from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
 from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.geometry.plan import plan_of
-from burst_mcore.attention.geometry.rows import gather
 from burst_mcore.attention.geometry.shard import Placement, Shard
 from burst_mcore.attention.geometry.tiles import Tile, launches_of
-from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Kernel, Scores
 from burst_mcore.attention.kernels.table import choose
 from burst_mcore.attention.numerics.latent import Expansion, LatentBlocks
 from burst_mcore.attention.numerics.rowwise import row_delta
+from burst_mcore.attention.resolve import problem_of
 from burst_mcore.attention.runtime.executor import Buffer
 from burst_mcore.attention.schedule.actions import Channel, Pass, Recv, Send
 from burst_mcore.attention.schedule.route import Route
@@ -36,14 +36,14 @@ from burst_mcore.dtypes import wide
 class Copies:
     """A transport whose messages are copies on a separate stream. On the CPU they are done at once.
 
-    once: a buffer's memory is filled the first time, and not written again.
+    writes: whether a message writes its buffer, which else keeps what the memory had.
     """
 
-    def __init__(self, device: torch.device, *, once: bool = False) -> None:
-        self._once = once
+    def __init__(self, device: torch.device, *, writes: bool = True) -> None:
+        self._writes = writes
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._kept: dict[tuple[object, ...], Tensor] = {}
-        self._filled: set[tuple[object, ...]] = set()
+        self._values: dict[tuple[object, ...], Tensor] = {}
+        """Received values by shape, dtype and place in a block: random numbers."""
         self.abandoned: list[object] = []
         self.bytes = 0
         """Bytes that were received, or would have been received again."""
@@ -54,29 +54,18 @@ class Copies:
         """Copy the messages to receive; sends are dropped. The current stream waits for the event."""
         buffers = [x for action, block in messages if isinstance(action, Recv) for x in block]
         self.bytes += sum(x.nbytes for x in buffers)
-        targets = [(x, self._values(x, index)) for index, x in enumerate(buffers) if self._comes(x)]
+        targets = [(x, (x.shape, x.dtype, index)) for index, x in enumerate(buffers) if self._writes]
+        for x, key in targets:
+            if key not in self._values:
+                self._values[key] = torch.randn(x.shape, device=x.device).to(x.dtype)
         if self._stream is not None and targets:
             self._stream.wait_stream(torch.cuda.current_stream())  # earlier readers of these have ended
         with torch.cuda.stream(self._stream):  # which is none on the CPU
-            for x, values in targets:
-                x.copy_(values, non_blocking=True)
+            for x, key in targets:
+                x.copy_(self._values[key], non_blocking=True)
                 if self._stream is not None:
                     x.record_stream(self._stream)
         return [] if self._stream is None else [self._stream.record_event()]
-
-    def _comes(self, x: Tensor) -> bool:
-        """Return whether a buffer is written: always, or the first time for this memory."""
-        memory = x.data_ptr(), x.shape, x.dtype
-        new = memory not in self._filled
-        self._filled.add(memory)
-        return new or not self._once
-
-    def _values(self, x: Tensor, index: int) -> Tensor:
-        """Return the received values: random numbers, made once for each shape and place in a block."""
-        key = x.shape, x.dtype, index
-        if key not in self._kept:
-            self._kept[key] = torch.randn(x.shape, device=x.device).to(x.dtype)
-        return self._kept[key]
 
 
 def idle(kernel: Kernel) -> Kernel:
@@ -110,8 +99,8 @@ def idle(kernel: Kernel) -> Kernel:
 class VirtualRank:
     """A rank in the middle of a ring of `size`, with `shape.tokens` local tokens.
 
-    With `works=False` its kernel is `idle` and its messages come once: its passes take the time of the work
-    around kernels. If the latent rotates, `k` and `v` are it and its rope key.
+    With `works=False` its kernel is `idle` and its messages write nothing: its passes take the time of the
+    work around kernels. If the latent rotates, `k` and `v` are it and its rope key.
     """
 
     def __init__(
@@ -126,16 +115,14 @@ class VirtualRank:
         device: str = "cuda",
     ) -> None:
         self.shape, self.device = shape, torch.device(device)
-        heads, dims = (shape.heads, shape.kv_heads), (shape.head_dim, shape.value_dim)
-        n = shape.tokens * size
-        problem = Problem(device, shape.dtype, *heads, *dims, launches=launches_of(mask, n))
-        problem = replace(problem, documents=mask.document_ends is not None)
-        self.transport = Copies(self.device, once=not works)
-        chosen = choose(kernel, problem)
+        n, packed = shape.tokens * size, mask.document_ends is not None
+        problem = problem_of(shape, device=device, launches=launches_of(mask, n), documents=packed)
+        self.transport = Copies(self.device, writes=works)
+        working = choose(kernel, problem)
         self.call = Call(
             rank=size // 2, route=Route(nodes=1, intra=size),
             plan=plan_of(Layout("zigzag"), mask, n, Placement(size)), scores=Scores(shape.head_dim**-0.5),
-            problem=problem, kernel=chosen if works else idle(chosen), direction=Pass(direction),
+            problem=problem, kernel=working if works else idle(working), direction=Pass(direction),
             grad_dtype=shape.grad_dtype, kv_heads=shape.carried[0], latent_rotates=shape.latent_rotates,
         )  # fmt: skip
 
@@ -170,14 +157,14 @@ class VirtualRank:
         expansion = self.expansion
         return Keys(k, v) if expansion is None else Keys(k, v, partial(LatentBlocks, expansion))
 
-    def queries(self, done: Attended) -> Queries:
+    def queries(self, result: Attended) -> Queries:
         """Return the query side of its backward, with D computed."""
-        return Queries(done.q, self.dout, row_delta(self.dout, done.out), done.ring_lse)
+        return Queries(result.q, self.dout, row_delta(self.dout, result.out), result.ring_lse)
 
-    def backward(self, done: Attended) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, result: Attended) -> tuple[Tensor, Tensor, Tensor]:
         """Run this rank's backward, D included."""
-        keys = self.on_ring(done.k, done.v)
-        return backward(self.call, self.transport, self.queries(done), keys, done.out)
+        keys = self.on_ring(result.k, result.v)
+        return backward(self.call, self.transport, self.queries(result), keys, result.out)
 
     def tiles(self, pass_: Pass) -> list[Tile]:
         return [tile for tiles in self.call.tiles_of_pass(pass_) for tile in tiles]
@@ -186,13 +173,6 @@ class VirtualRank:
     def pairs(self) -> int:
         return sum(tile.pattern.pairs for tile in self.tiles(Pass.FORWARD))
 
-    def bare_forward(self) -> None:
-        Tiles(self.call.kernel, self.tiles(Pass.FORWARD), (self.q, *self.keys.tensors, self.dout)).forward()
-
-    def bare_backward(self, queries: Queries, out: Tensor) -> None:
-        """Run only the kernel on the tiles of the backward, with its `queries`; out is its own stand-in."""
-        for tile in self.tiles(self.call.direction):
-            q, dout, delta, lse = (gather(x, tile.q) for x in queries)
-            k, v = (gather(x, tile.k) for x in self.keys.tensors)
-            inputs = BackwardInputs(dout, q, k, v, gather(out, tile.q), lse, delta)
-            self.call.kernel.backward(inputs, tile.pattern, self.call.scores)
+    def bare(self, pass_: Pass) -> Tiles:
+        """Return the kernel's calls alone for the tiles of a pass, with this rank's tensors as stand-ins."""
+        return Tiles(self.call.kernel, self.tiles(pass_), (self.q, *self.keys.tensors, self.dout))

@@ -6,19 +6,19 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-from burst_bench.published.methods import FITTED, plan_of, seconds_of
+from burst_bench.published.methods import FITTED, figure_of, plan_of
 from burst_bench.published.rows import CPU, Row, read, rows_of
 from burst_bench.published.training import OUT_OF_MEMORY, of_row
-from burst_bench.published.training import figure as figure_of
+from burst_bench.published.training import figure as figure_of_step
 from burst_mcore.rates import Rates
-from burst_plan.machines import MACHINES, Constants, Machine
+from burst_plan.machines import MACHINES, Machine
 from burst_plan.step.plan import Plan
 
 LEGAL = f"one of {', '.join(MACHINES)}"
@@ -106,12 +106,12 @@ class Report:
         The regret is the best measured figure over that of the chosen split, less 1. A split is a method and
         the number of ranks that share heads.
         """
-        groups: dict[tuple[tuple[object, ...], str], list[Compared]] = defaultdict(list)
+        groups: dict[tuple[tuple[object, ...], str], dict[str, list[Compared]]] = {}
         for one in self.compared:
             if one.row is not None and one.error is not None:
-                groups[one.row.group, one.row.figure].append(one)
-        regrets = [_regret(group, members) for (group, _), members in groups.items()]
-        return [regret for regret in regrets if regret is not None]
+                splits = groups.setdefault((one.row.group, one.row.figure), {})
+                splits.setdefault(one.split, []).append(one)
+        return [_regret(group, splits) for (group, _), splits in groups.items() if len(splits) > 1]
 
     def as_json(self) -> dict[str, Any]:
         """Return the rows, the median error and the regrets, for the last line of output."""
@@ -151,28 +151,23 @@ class Report:
         errors, regrets = self.errors, [one["regret"] for one in self.regret]
         if not errors:
             return f"{len(self.compared)} figures, none of them both measured and predicted"
-        within = f"{sum(regret <= 0.05 for regret in regrets)} of {len(regrets)} groups"
-        failed = [one.predicted for one in self.compared if one.row is None and one.measured is None]
+        groups = f"{sum(regret <= 0.05 for regret in regrets)} of {len(regrets)} groups"
+        runs = [one.predicted for one in self.compared if one.row is None and one.measured is None]
         wrong = sum(bool(one.measured) and str(one.why).startswith(OUT_OF_MEMORY) for one in self.compared)
         memory = (
-            f"; of {len(failed)} figures of runs that failed {failed.count(None)} are predicted so, of those "
+            f"; of {len(runs)} figures of runs that failed {runs.count(None)} are predicted so, of those "
             f"that ran {wrong} are wrongly predicted out of memory"
         )
         return (
             f"{len(self.compared)} figures, {len(errors)} predicted and not used for calibration: "
             f"median error {self.median:.1%}, 90 % of them within {self.within(0.9):.1%}"
-            + f"; the chosen split is within 5 % of the best in {within}" * bool(regrets)
-            + memory * bool(failed or wrong)
+            + f"; the chosen split is within 5 % of the best in {groups}" * bool(regrets)
+            + memory * bool(runs or wrong)
         )
 
 
-def _regret(group: tuple[object, ...], members: Sequence[Compared]) -> dict[str, Any] | None:
-    """Return the regret of a group, of each split its best variant; None if all rows are of one split."""
-    splits: dict[str, list[Compared]] = defaultdict(list)
-    for one in members:
-        splits[one.split].append(one)
-    if len(splits) == 1:
-        return None
+def _regret(group: tuple[object, ...], splits: Mapping[str, Sequence[Compared]]) -> dict[str, Any]:
+    """Return the regret of a group, of each split its best variant."""
     measured = {split: max(one.measured or 0.0 for one in rows) for split, rows in splits.items()}
     predicted = {split: max(one.predicted or 0.0 for one in rows) for split, rows in splits.items()}
     chosen, best = max(predicted, key=predicted.__getitem__), max(measured, key=measured.__getitem__)
@@ -215,79 +210,62 @@ def _to_fit(path: Path) -> list[Row]:
 
 
 def _figures(
-    path: Path, known: Mapping[str, Machine], rates: Rates | None, used: Collection[Row]
-) -> list[Compared]:
-    """Return the figures of one file, by the known machines, or by the rates of all its rows."""
+    path: Path, machines: Mapping[str, Machine], rates: Rates | None, used: Collection[Row]
+) -> Iterator[Compared]:
+    """Yield the figures of one file, by these machines, or by the rates of all its rows."""
     contents = read(path)
     if not contents:
         raise ValueError(f"{path} has no rows")
-    return [
-        Compared(entries, row.measured, *_predict(row, known, rates), row, row in used)
-        if row is not None
-        else _of_training(entries, known)
-        for entries, row in rows_of(contents, path)
-    ]
+    for entries, row in rows_of(contents, path):
+        if row is None:
+            run, measured = of_row(entries), entries["value"]
+            figure = run if isinstance(run, str) else figure_of_step(run, entries["metric"], machines)
+        else:
+            figure, measured = _predict(row, machines, rates), row.measured
+        predicted, why = (None, figure) if isinstance(figure, str) else (figure, None)
+        yield Compared(entries, measured, predicted, why, row, row in used)
 
 
-def _of_training(entries: Mapping[str, Any], known: Mapping[str, Machine]) -> Compared:
-    run = of_row(entries)
-    value, why = (None, run) if isinstance(run, str) else figure_of(run, entries["metric"], known)
-    return Compared(entries, entries["value"], value, why)
-
-
-def _predict(row: Row, known: Mapping[str, Machine], rates: Rates | None) -> tuple[float | None, str | None]:
-    """Return (figure, None) for a row of attention, or (None, the reason for no prediction)."""
+def _predict(row: Row, machines: Mapping[str, Machine], rates: Rates | None) -> float | str:
+    """Return the figure of a row of attention, or the reason for no prediction."""
     if rates is None and row.hardware == CPU:
-        return None, "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
-    if rates is None and row.hardware not in known:
+        return "no preset knows this CPU: give --rates FILE, as burst-mcore calibrate writes it"
+    if rates is None and row.hardware not in machines:
         raise ValueError(f"unknown machine {row.hardware!r}: {LEGAL}, or any with --rates FILE")
-    plan = plan_of(row)
-    if isinstance(plan, str):
-        return None, plan
-    return row.figure_of(seconds_of(row, plan, rates or known[row.hardware].rates_by(FITTED))), None
+    return figure_of(row, rates or machines[row.hardware].rates_by(FITTED))
 
 
-def by_machine(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the rows that the model can predict, by machine."""
+def calibrated(rows: Iterable[Row]) -> dict[str, Machine]:
+    """Return the machines of the rows, with their two numbers (`Machine.fitted`) fitted to these rows."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row.hardware in MACHINES and not isinstance(plan_of(row), str):
+        if not isinstance(plan_of(row), str):
             groups[row.hardware].append(row)
-    return groups
+    return {name: fitted_machine(MACHINES[name], members) for name, members in groups.items()}
 
 
-def calibrated(rows: Iterable[Row], constants: Constants = FITTED) -> dict[str, Machine]:
-    """Return the machines of the rows, with their two numbers (`Machine.fitted`) fitted to these rows."""
-    return {name: fitted_machine(MACHINES[name], part, constants) for name, part in by_machine(rows).items()}
-
-
-def fitted_machine(machine: Machine, rows: Sequence[Row], constants: Constants) -> Machine:
+def fitted_machine(machine: Machine, rows: Sequence[Row]) -> Machine:
     """Return the fitted machine. Rows of both passes together scale both numbers alike."""
     passes = {row.passes for row in rows}
     groups: list[tuple[str, ...]] = [(name,) for name in machine.fitted]
     if machine.switched and not passes >= {"fwd", "bwd"}:
-        alone = ("forward",) if passes == {"fwd"} else ("backward",)
-        groups = [machine.fitted if "fwd+bwd" in passes else alone]
+        single = ("forward",) if passes == {"fwd"} else ("backward",)
+        groups = [machine.fitted if "fwd+bwd" in passes else single]
     start = {name: float(getattr(machine, name)) for name in machine.fitted}
 
     def loss(values: Mapping[str, Any]) -> float:
         """Return the loss with the preset as one more row: a few rows alone do not overrule it."""
-        moved = max(abs(math.log(values[name] / value)) for name, value in start.items())
-        return loss_of(rows, replace(machine, **values), constants) + moved / len(rows)
+        shift = max(abs(math.log(values[name] / value)) for name, value in start.items())
+        return loss_of(rows, replace(machine, **values)) + shift / len(rows)
 
     return replace(machine, **descend(start, groups, loss))
 
 
-def loss_of(rows: Sequence[Row], machine: Machine, constants: Constants) -> float:
-    """Return the mean absolute logarithmic error of rows, each clipped."""
-    return sum(min(CLIPPED, abs(error(row, machine, constants))) for row in rows) / len(rows)
-
-
-def error(row: Row, machine: Machine, constants: Constants = FITTED) -> float:
-    """Return the logarithm of predicted over measured."""
-    plan = plan_of(row)
-    assert not isinstance(plan, str)
-    return math.log(row.figure_of(seconds_of(row, plan, machine.rates_by(constants))) / row.measured)
+def loss_of(rows: Sequence[Row], machine: Machine) -> float:
+    """Return the mean absolute logarithmic error of rows that the model can predict, each clipped."""
+    rates = machine.rates_by(FITTED)
+    ratios = [float(figure_of(row, rates)) / row.measured for row in rows]
+    return sum(min(CLIPPED, abs(math.log(ratio))) for ratio in ratios) / len(rows)
 
 
 def descend(
@@ -296,13 +274,13 @@ def descend(
     loss: Callable[[Mapping[str, float]], float],
 ) -> dict[str, Any]:
     """Return the values of the least loss: each group is scaled up and down, by ever smaller steps."""
-    best, least, step = dict(values), loss(values), START
+    best, minimum, step = dict(values), loss(values), START
     while step > STOP:
-        before = least
+        before = minimum
         for names, factor in itertools.product(groups, (1 + step, 1 / (1 + step))):
-            tried = {**best, **{name: best[name] * factor for name in names}}
-            if (now := loss(tried)) < least - 1e-6:
-                best, least = tried, now
-        if least == before:
+            trial = {**best, **{name: best[name] * factor for name in names}}
+            if (value := loss(trial)) < minimum - 1e-6:
+                best, minimum = trial, value
+        if minimum == before:
             step /= 2
     return best

@@ -52,8 +52,8 @@ class LoopPlace:
 
     def exchange(self, step: int, channel: Channel, turn: int = 1) -> list[does.Action]:
         """Return one ring step of all rows: to the next place, or between windows."""
-        ahead = (turn, 0) if channel.link == Link.INTER else (0, turn)
-        back, on = self.at(-ahead[0], -ahead[1]), self.at(*ahead)
+        offset = (turn, 0) if channel.link == Link.INTER else (0, turn)
+        back, on = self.at(-offset[0], -offset[1]), self.at(*offset)
         return [does.Recv(step, channel, str(channel), back), does.Send(step, channel, str(channel), on)]
 
 
@@ -87,10 +87,10 @@ def windows(place: LoopPlace, *, gradients: bool, rounded: bool = False, in_line
     actions: list[does.Action] = []
     for window in range(place.nodes):
         first, onward = window * place.intra, window + 1 < place.nodes
-        within = _ROUNDED if rounded or window else _GRADIENT
+        channel = _ROUNDED if rounded or window else _GRADIENT
         if onward:
             actions += place.exchange(first, _NEXT)
-        actions += _window(place, window, within if gradients else None, in_line)
+        actions += _window(place, window, channel if gradients else None, in_line)
         if gradients and place.nodes > 1:
             actions += place.exchange(first + place.intra - 1, _NEXT_ROUNDED)
         if onward:
@@ -138,10 +138,6 @@ class Loop:
     """Bytes of memory traffic around a kernel call, for an element."""
     repeats: float = 0.0
     """The same for an element of dK and dV and each query head of its group, if K and V are repeated."""
-
-    def passes_of(self, group: int) -> Passes:
-        """Return the bytes around a call, where `group` query heads share a key head."""
-        return replace(self.passes, rotates=self.passes.rotates + self.repeats * group)
 
 
 RING_FLASH = Loop(

@@ -5,7 +5,7 @@ Rings of other projects run their loops (`loops`); "burst" runs our programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from burst_mcore import Layout, Mask
 from burst_mcore.attention.choose import COPIES, kernel_seconds
 from burst_mcore.attention.geometry.plan import plan_of as plan_of_mask
 from burst_mcore.attention.geometry.shard import Placement, Ranks, Shard
-from burst_mcore.attention.schedule.actions import Link, Pass, Program
+from burst_mcore.attention.schedule.actions import Link, Pass
 from burst_mcore.attention.schedule.heads import legal_degrees, why_not_degree
 from burst_mcore.attention.schedule.route import Route, route_for
 from burst_mcore.dtypes import TRAINED
@@ -56,19 +56,15 @@ class MethodPlan:
     """The ring of another project; None: our programs."""
 
 
-def _ulysses(row: Row) -> MethodPlan | str:
-    plan = _usp(replace(row, head_parallel=row.gpus))
-    loop = loops.MAGI_ULYSSES.get(_capability(row), loops.DEEPSPEED)
-    return plan if isinstance(plan, str) else replace(plan, loop=loop)
-
-
 def _all_gather(row: Row) -> MethodPlan:
     gathers = loops.MAGI_GATHER.get(_capability(row), loops.TE_GATHER)
     return MethodPlan(double=True, layout=_layout(row), exchanges=2, gathers=gathers)
 
 
-def _usp(row: Row) -> MethodPlan | str:
-    heads = row.head_parallel or most_heads(row)
+def _usp(row: Row, heads: int | None, loop: Loop, *, double: bool = False) -> MethodPlan | str:
+    """Return a ring, or a double ring, of groups of `heads` ranks; None: as many of a node as can be."""
+    degrees = legal_degrees(row.ranks, row.heads, row.kv_heads)
+    heads = heads or max(degree for degree in degrees if degree <= row.ranks.intra)
     why_not = why_not_degree(heads, row.ranks, row.heads, row.kv_heads)
     if why_not:
         return f"head_parallel={heads}: {why_not}"
@@ -76,14 +72,8 @@ def _usp(row: Row) -> MethodPlan | str:
     exchanges = 2 * (heads > 1) if packed else 4
     separate = not packed and row.figure == "iterations_per_second"
     return MethodPlan(
-        heads=heads, layout=_layout(row), exchanges=exchanges, loop=_loop(row), timed_apart=separate
+        heads=heads, double=double, layout=_layout(row), exchanges=exchanges, loop=loop, timed_apart=separate
     )
-
-
-def _loongtrain(row: Row) -> MethodPlan | str:
-    plan = _usp(row)
-    loop = loops.MAGI_DOUBLE_RING.get(_capability(row), loops.INTERNEVO)
-    return plan if isinstance(plan, str) else replace(plan, double=True, loop=loop)
 
 
 def _loop(row: Row) -> Loop:
@@ -96,17 +86,14 @@ def _capability(row: Row) -> int:
     return MACHINES[row.hardware].capability if row.hardware in MACHINES else 0
 
 
-def most_heads(row: Row) -> int:
-    """Return the maximum of a node's ranks that can share the heads."""
-    return max(d for d in legal_degrees(row.ranks, row.heads, row.kv_heads) if d <= row.ranks.intra)
-
-
 METHODS: dict[str, Callable[[Row], MethodPlan | str]] = {
-    "ulysses": _ulysses,
+    "ulysses": lambda row: _usp(row, row.gpus, loops.MAGI_ULYSSES.get(_capability(row), loops.DEEPSPEED)),
     "ring": lambda row: MethodPlan(layout=_layout(row), loop=_loop(row)),
     "all-gather": _all_gather,
-    "usp": _usp,
-    "loongtrain": _loongtrain,
+    "usp": lambda row: _usp(row, row.head_parallel, _loop(row)),
+    "loongtrain": lambda row: _usp(
+        row, row.head_parallel, loops.MAGI_DOUBLE_RING.get(_capability(row), loops.INTERNEVO), double=True
+    ),
     "double-ring": lambda row: MethodPlan(double=True, layout=_layout(row), loop=loops.INTERNEVO),
     "burst": lambda row: MethodPlan(double=True, layout=_layout(row), direction=Pass.QUERY),
 }
@@ -135,6 +122,12 @@ def plan_of(row: Row) -> MethodPlan | str:
     return METHODS[row.method](row)
 
 
+def figure_of(row: Row, rates: Rates) -> float | str:
+    """Return the predicted figure of a row, or the reason why the model has none."""
+    plan = plan_of(row)
+    return plan if isinstance(plan, str) else row.figure_of(seconds_of(row, plan, rates))
+
+
 def seconds_of(row: Row, plan: MethodPlan, rates: Rates) -> float:
     """Return the predicted seconds of a row's passes on the slowest rank."""
     if row.passes == "fwd":
@@ -150,25 +143,25 @@ def _seconds(row: Row, plan: MethodPlan, pass_: Pass, rates: Rates) -> float:
     ring, and every place sends and receives all, whatever a mask leaves out.
     """
     shard, groups = _shard(row), Ranks(row.gpus // plan.heads, max(1, row.ranks.intra // plan.heads))
-    sizes, pooled = message_bytes(shard, Route(heads=plan.heads), pass_).whole, shard.pooled(plan.heads)
+    sizes, pool = message_bytes(shard, Route(heads=plan.heads), pass_).whole, shard.pooled(plan.heads)
     parcels = [size for kind, size in sizes.items() if kind in cost.PARCELS]
     pairs = pairs_of(Layout.of(plan.layout), row.seen, row.seq, groups.size)
     pairs = pairs.T.contiguous() if pass_ == Pass.QUERY else pairs
     device = plan.timed_apart * rates.call + _exchanged(parcels, plan.heads, row.ranks, rates)
     device += (plan.exchanges > 0) * COPIES * sum(parcels) * plan.heads / rates.memory
     if plan.gathers:
-        kernel = _kernel(pooled, pass_, rates, plan.gathers.passes)
+        kernel = _kernel(pool, pass_, rates, plan.gathers.passes)
         work = KernelWork(pairs, Placement(groups.size), torch.zeros_like)
-        device += (
-            float(kernel(pairs.sum(1)).max()) + _gathered(row, pooled, plan.gathers, pass_) / rates.memory
-        )
+        device += float(kernel(pairs.sum(1)).max()) + _gathered(row, pool, plan.gathers, pass_) / rates.memory
     else:
-        passes = (plan.loop or loops.RING_FLASH).passes_of(pooled.heads // pooled.kv_heads)
-        work = KernelWork(pairs, Placement(groups.size), _kernel(pooled, pass_, rates, passes))
-    ring = _ring_of(plan, groups, pass_, pooled, work)
-    full = plan_of_mask(Layout.of(plan.layout), Mask.full(), row.seq, Placement(groups.size))
-    (played,) = play_all(full, [ring], groups.intra, rates)
-    device += played.seconds + (0.0 if plan.gathers else cost.slowdown_seconds(played.sent, rates))
+        loop = plan.loop or loops.RING_FLASH
+        repeated = loop.repeats * (pool.heads // pool.kv_heads)
+        passes = replace(loop.passes, rotates=loop.passes.rotates + repeated)
+        work = KernelWork(pairs, Placement(groups.size), _kernel(pool, pass_, rates, passes))
+    ring = _ring_of(plan, groups, pass_, pool, work)
+    square = plan_of_mask(Layout.of(plan.layout), Mask.full(), row.seq, Placement(groups.size))
+    (timing,) = play_all(square, [ring], groups.intra, rates)
+    device += timing.seconds + (0.0 if plan.gathers else cost.slowdown_seconds(timing.sent, rates))
     calls = 2 if plan.gathers else groups.size
     return max(device, cost.host_seconds(calls, plan.exchanges + plan.timed_apart, rates))
 
@@ -190,11 +183,11 @@ def _shard(row: Row) -> Shard:
 
 def _kernel(shard: Shard, pass_: Pass, rates: Rates, passes: Passes) -> Callable[[Tensor], Tensor]:
     """Return the time of kernel calls by their pairs: our kernel's, with the passes of others around them."""
-    moved = _bytes_around(shard, pass_, passes) - _bytes_around(shard, pass_, OURS)
+    extra = _bytes_around(shard, pass_, passes) - _bytes_around(shard, pass_, OURS)
 
     def seconds(pairs: Tensor) -> Tensor:
         rows = (2 * pairs).sqrt().clamp(max=shard.tokens)
-        return kernel_seconds(shard, pass_, rates, pairs) + rows * moved / rates.memory
+        return kernel_seconds(shard, pass_, rates, pairs) + rows * extra / rates.memory
 
     return seconds
 
@@ -217,14 +210,9 @@ def _ring_of(plan: MethodPlan, groups: Ranks, pass_: Pass, shard: Shard, work: K
         return RoutedPass(route, pass_, message_bytes(shard, route, pass_), work)
     route = _windows(groups) if plan.double else Route(intra=groups.size)
     sums = replace(shard, grad_dtype=torch.float32) if plan.loop.float32 else shard
-    program = next(programs_of(plan.loop, route, pass_))
+    place = loops.LoopPlace(0, route.nodes, route.intra)
+    program = plan.loop.draw(place, gradients=pass_ != Pass.FORWARD)
     return RoutedPass(route, pass_, message_bytes(sums, route, pass_), work, program)
-
-
-def programs_of(loop: Loop, route: Route, pass_: Pass) -> Iterator[Program]:
-    """Yield the programs of a loop, place by place."""
-    for position in range(route.ring_size):
-        yield loop.draw(loops.LoopPlace(position, route.nodes, route.intra), gradients=pass_ != Pass.FORWARD)
 
 
 def _windows(groups: Ranks) -> Route:
@@ -239,10 +227,10 @@ def _windows(groups: Ranks) -> Route:
 
 def _exchanged(parcels: Sequence[int], heads: int, ranks: Ranks, rates: Rates) -> float:
     """Return the seconds of the messages of a pass's all-to-alls, one after another, by their bytes."""
-    each, within = sum(parcels), min(heads, ranks.intra)
-    near = each * (within - 1) / rates.link(inter=False) * cost.stretched(Link.HEADS, within, rates)
-    far = each * (heads - within) / rates.link(inter=True)
-    return max(near, far) + (heads > 1) * len(parcels) * rates.latency
+    each, members = sum(parcels), min(heads, ranks.intra)
+    on_node = each * (members - 1) / rates.link(inter=False) * cost.stretched(Link.HEADS, members, rates)
+    between_nodes = each * (heads - members) / rates.link(inter=True)
+    return max(on_node, between_nodes) + (heads > 1) * len(parcels) * rates.latency
 
 
 def _gathered(row: Row, shard: Shard, gathers: Gather, pass_: Pass) -> float:

@@ -97,17 +97,17 @@ def value_of(metric: str, step: PredictedStep, counted: float = 1.0) -> float | 
     return figures.get(metric)
 
 
-def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> tuple[float | None, str | None]:
-    """Return (figure, None), or (None, the reason for no prediction)."""
+def figure(run: Training, metric: str, machines: Mapping[str, Machine]) -> float | str:
+    """Return a figure of a run, or the reason for no prediction."""
     step = predicted(run, machines)
     if isinstance(step, str):
-        return None, step
+        return step
     if metric == "longest sequence":
-        return longest(lambda seq: replace(step, seq=seq).fits, unit=1024 * step.plan.gpus), None
+        return longest(lambda seq: replace(step, seq=seq).fits, unit=1024 * step.plan.gpus)
     if not step.fits:
-        return None, f"{OUT_OF_MEMORY}: {total(step.memory) / 1e9:.0f} of {step.place.usable / 1e9:.0f} GB"
+        return f"{OUT_OF_MEMORY}: {total(step.memory) / 1e9:.0f} of {step.place.usable / 1e9:.0f} GB"
     value = value_of(metric, step, run.counted)
-    return value, None if value is not None else f"no step has a {metric}"
+    return f"no step has a {metric}" if value is None else value
 
 
 def of_row(entries: Mapping[str, Any]) -> Training | str:

@@ -18,17 +18,6 @@ from burst_bench.subjects.step import StepCase
 from burst_bench.subjects.topology import ClusterCase
 from burst_bench.subjects.virtual_ring import VirtualCase
 
-_ALL: tuple[type[Case], ...] = (
-    AttentionCase,
-    MaskCase,
-    ClusterCase,
-    HeadCase,
-    LayersCase,
-    StepCase,
-    KernelCase,
-    RowCase,
-    MessagesCase,
-    VirtualCase,
-    OffloadCase,
-)
-SUBJECTS = {case.subject: case for case in _ALL}
+_OF_MAKE_BENCH = AttentionCase, MaskCase, ClusterCase, HeadCase, LayersCase, StepCase
+_OF_GPU_CHECK = KernelCase, RowCase, MessagesCase, VirtualCase, OffloadCase
+SUBJECTS: dict[str, type[Case]] = {case.subject: case for case in (*_OF_MAKE_BENCH, *_OF_GPU_CHECK)}

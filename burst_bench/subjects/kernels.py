@@ -78,7 +78,7 @@ def worst_error(kernel: Kernel, case: SquareCase, device: str) -> float:
     return max(errors)
 
 
-BYTES = {
+PASS_BYTES = {
     "D": (4, 4),
     "stand-in for O": (4, 4),
     "merge of 8": (18, 36),
@@ -96,7 +96,7 @@ class RowCase(SquareCase):
     tokens: int = 32768
 
     def methods(self) -> Sequence[Method]:
-        return [Method(name) for name in BYTES]
+        return [Method(name) for name in PASS_BYTES]
 
     def prepare(self, world: World) -> Stage:
         out_t, _, _, dout = self.tensors(world.device)
@@ -114,7 +114,7 @@ class RowCase(SquareCase):
 
     def derive(self, table: Table) -> Derived:
         for method, samples in table.column("wall").items():
-            of_element, besides = BYTES[method]
+            of_element, besides = PASS_BYTES[method]
             size = (of_element * self.head_dim + besides) * self.tokens * self.heads
             yield method, "GB/s", [size / seconds / 1e9 for seconds in samples]
 
@@ -169,9 +169,9 @@ def post(groups: Sequence[dist.ProcessGroup], pairs: Sequence[tuple[Tensor, Tens
     On a CPU a message is a copy, at once: it has neither NCCL nor a group.
     """
     works: list[dist.Work] = []
-    for group, (block, arrived) in zip(groups, pairs, strict=False):
-        ends = (dist.irecv, arrived), (dist.isend, block)
+    for group, (block, target) in zip(groups, pairs, strict=False):
+        ends = (dist.irecv, target), (dist.isend, block)
         works += dist.batch_isend_irecv([dist.P2POp(op, x, group=group, group_peer=0) for op, x in ends])
-    for block, arrived in () if groups else pairs:
-        arrived.copy_(block)
+    for block, target in () if groups else pairs:
+        target.copy_(block)
     return works

@@ -105,8 +105,7 @@ class HeadCase(Case):
             return Trial(
                 {"": lambda: step(head.loss, *tensors())},
                 warm=lambda: step(head.loss, *warm.tensors(world.device)),
-                memory=lambda: memory(head, self, world.device),
-                check=lambda: errors(head.loss, self, world.device),
+                check=lambda: memory(head, self, world.device) | errors(head.loss, self, world.device),
                 bound=WRONG,
             )
 

@@ -58,25 +58,26 @@ class MaskCase(RingCase):
         n = cls().seq
         window, dilated = f"window:{n // 8}", f"causal & dilated:{n // 8},4"
         documents = "causal & documents:" + ",".join(["8192"] * (n // 8192 - 1))  # the last has the rest
-        many = "causal & documents:random,64"
+        packed = "causal & documents:random,64"
         return {
             "causal, zigzag": cls(dense=1.8, ideal=2.0),
             "window of 1/8, zigzag": cls(mask=window, dense=6.0, ideal=8.5),
             "window of 1/8, contiguous": cls(mask=window, layout="contiguous", dense=6.0, ideal=8.5),
             "documents of 8K, auto": cls(mask=documents, layout="auto", per_pair=1.15, rounds=SHORT),
             "documents of 8K, zigzag": cls(mask=documents, rounds=SHORT),
-            "64 documents, auto": cls(seq=2 * n, mask=many, layout="auto", rounds=SHORT),
+            "64 documents, auto": cls(seq=2 * n, mask=packed, layout="auto", rounds=SHORT),
             "blocks of 512, 1/4, auto": cls(mask="blocks:512,0.25", layout="auto", rounds=SHORT),
             "dilated by 4, zigzag": cls(mask=dilated, rounds=SHORT),
         }
 
     def prepare(self, world: World) -> Stage:
         kernel = choose("auto", self.on_kernel)
-        tiles = bare_tiles(self, kernel)
+        tiles, short = bare_tiles(self, kernel), [x[:, :DENSE_TOKENS] for x in self.tensors()]
+        n = short[0].shape[1]
         units = {
             "tiles, sharing": Trial({"": partial(run_bare, tiles[world.rank])}),
             "tiles": on_first(world, partial(run_bare, list(chain(*tiles)))),
-            "dense kernel": on_first(world, unmasked(self, kernel)),
+            "dense kernel": on_first(world, partial(both_ways, kernel, Pattern((n, n)), *short)),
         }
         if self.dense is not None:
             units["masked dense"] = on_first(world, masked_dense(self, kernel))
@@ -87,11 +88,11 @@ class MaskCase(RingCase):
         n = self.seq
         per_pair = min(n, DENSE_TOKENS) ** 2 / int(keys_per_query(self.seen, n).sum())
         for method in (m for m, meter in table if meter == "error"):
-            mine = method, "cpu"
-            yield method, "cpu / tiles", table.over(mine, ("tiles", "cpu"))
-            yield method, "cpu / tiles, sharing", table.over(mine, ("tiles, sharing", "cpu"))
-            yield method, "masked dense / this", table.over(("masked dense", "cpu"), mine)
-            ratios = table.over(mine, ("dense kernel", "cpu"))
+            ours = method, "cpu"
+            yield method, "cpu / tiles", table.over(ours, ("tiles", "cpu"))
+            yield method, "cpu / tiles, sharing", table.over(ours, ("tiles, sharing", "cpu"))
+            yield method, "masked dense / this", table.over(("masked dense", "cpu"), ours)
+            ratios = table.over(ours, ("dense kernel", "cpu"))
             yield method, "cpu a pair / dense", [ratio * per_pair for ratio in ratios]
         ranks = Ranks(self.ranks, self.ranks)
         drawing = draw(self, ranks, CPU, BurstConfig(ring="auto"), Pass.FORWARD, self.layout)
@@ -132,13 +133,6 @@ def run_bare(several: Sequence[Tiles]) -> None:
     """Call the kernel for all tiles, forward and backward."""
     for tiles in several:
         tiles.both()
-
-
-def unmasked(case: MaskCase, kernel: Kernel) -> TimedStep:
-    """Return attention without a mask on a few tokens, as a step."""
-    tensors = [x[:, :DENSE_TOKENS] for x in case.tensors()]
-    length = tensors[0].shape[1]
-    return partial(both_ways, kernel, Pattern((length, length)), *tensors)
 
 
 def masked_dense(case: MaskCase, kernel: Kernel) -> TimedStep:

@@ -35,7 +35,6 @@ class LayersCase(Case):
 
     subject = "recompute"
     kind = "layers"
-    curve: ClassVar[tuple[str, str] | None] = ("peak", "cpu")
     gate: ClassVar[int | None] = 256
     """Most tokens on which a method must give the gradients of no recompute before it is measured."""
 
@@ -82,19 +81,18 @@ class LayersCase(Case):
             built: LayerMethod = method.build(self, world)
 
             def check() -> Mapping[str, float]:
+                meters = self.memory(model, built)
                 short.step(built)
-                return {"error": max(map(relative, short.gradients(), want))}
+                return {**meters, "error": max(map(relative, short.gradients(), want))}
 
-            return Trial(
-                {"": lambda: model.step(built)}, warm=lambda: short.step(built),
-                memory=lambda: self.memory(model, built), check=check, bound=WRONG[self.dtype],
-            )  # fmt: skip
+            step, warm = partial(model.step, built), partial(short.step, built)
+            return Trial({"": step}, warm=warm, check=check, bound=WRONG[self.dtype])
 
         return Stage(trial, {"attention's forward": Trial({"": model.attention})})
 
     def memory(self, model: LayerStack, method: LayerMethod) -> Mapping[str, float]:
         """Return the peak memory of a step."""
-        model.forget()
+        model.zero_grad()
         return peak_meter(lambda: model.step(method), "cpu")
 
     def derive(self, table: Table) -> Derived:
@@ -110,7 +108,7 @@ class LayersCase(Case):
             if name not in POLICIES or ("full", "recomputing") not in table:
                 continue
             pairs = zip(table["full", "recomputing"], table[name, "recomputing"], strict=True)
-            saved = [full - mine for full, mine in pairs]
+            saved = [full - ours for full, ours in pairs]
             predicted = [(1 - again) * seconds for seconds in table["attention's forward", "cpu"]]
             yield name, "saved", saved
             yield name, "predicted", predicted
@@ -173,14 +171,10 @@ class LayerStack(nn.Module):
 
     def step(self, method: LayerMethod) -> dict[str, float]:
         """Run forward and backward; return CPU seconds of recomputations."""
-        self.forget()
-        self.forward(method).square().mean().backward()
-        return {"recomputing": self.recompute_seconds}
-
-    def forget(self) -> None:
-        """Drop the gradients and the seconds of a step."""
         self.zero_grad()
         self.recompute_seconds = 0.0
+        self.forward(method).square().mean().backward()
+        return {"recomputing": self.recompute_seconds}
 
     def gradients(self) -> Iterator[Tensor]:
         return (p.grad.double() for p in self.parameters() if p.grad is not None)
@@ -219,7 +213,6 @@ class OffloadCase(LayersCase):
     kind = "offload"
     devices = ("cpu", "cuda")
     repeats = 5
-    curve = None
     gate = None  # tensors in transfer while layers compute must be right, too
 
     ranks: int = 1

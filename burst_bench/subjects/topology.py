@@ -122,16 +122,18 @@ class ClusterCase(Case):
         for intra, kv_heads in itertools.product((4, 8), (8, 2)):
             name = f"heads across nodes, 4 x {intra}, heads 8:{kv_heads}"
             cases[name] = cls(nodes=4, intra=intra, kv_heads=kv_heads, tokens=1024, compared=compared)
-        alone = cls(intra=4, tokens=128, compared=OVERLAP)
-        computing = [alone.with_compute(eighths / 8) for eighths in range(2, 25)]
+        base = cls(intra=4, tokens=128, compared=OVERLAP)
+        computing = [base.with_compute(eighths / 8) for eighths in range(2, 25)]
         cases["overlap, 2 x 4"] = max(
             computing, key=lambda case: predicted(case, OFF, 0.0) / predicted(case, DOUBLE, 0.0)
         )
-        for intra, (within, between), (kv_heads, tokens), of_step in itertools.product(
+        for intra, (near_rate, far_rate), (kv_heads, tokens), of_step in itertools.product(
             (2, 4), LINKS, SHAPES, (0, 0.5)
         ):
-            cell = cls(intra=intra, intra_rate=within, inter_rate=between, kv_heads=kv_heads, tokens=tokens)
-            rates = f"{within / 1e6:g} and {between / 1e6:g} MB/s"
+            cell = cls(
+                intra=intra, intra_rate=near_rate, inter_rate=far_rate, kv_heads=kv_heads, tokens=tokens
+            )
+            rates = f"{near_rate / 1e6:g} and {far_rate / 1e6:g} MB/s"
             name = f"2 x {intra}, {rates}, heads 8:{kv_heads}, compute {of_step:g}"
             cases[name] = cell.with_compute(of_step)
         return cases
@@ -146,12 +148,12 @@ class ClusterCase(Case):
         if self.compared:
             return [Method(settings.strip()) for settings in self.compared.split("|")]
         every = costed(self, "ring=auto; head_parallel=auto", 0.0)
-        tried = [each for each in every if each.ring == "double" or each.route.heads == 1]
-        return [Method(name) for name in (AUTO, *map(settings_of, tried))]
+        candidates = [each for each in every if each.ring == "double" or each.route.heads == 1]
+        return [Method(name) for name in (AUTO, *map(settings_of, candidates))]
 
     def prepare(self, world: World) -> Stage:
-        around = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-        latency = least(partial(exchange, [around], torch.zeros(16)), world, repeats=20)
+        neighbours = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        latency = least(partial(exchange, [neighbours], torch.zeros(16)), world, repeats=20)
         KERNELS["timed"] = timed_kernel(self.compute)
         choose.cache_clear()  # cached kernels and calls name the previous case's kernel
         call_of.cache_clear()
@@ -212,8 +214,8 @@ class ClusterCase(Case):
 
     def bars(self, device: str) -> Sequence[Bar]:
         if self.compared == BOTH_RINGS and self.intra in FLAT_OVER_DOUBLE:
-            least = FLAT_OVER_DOUBLE[self.intra]
-            return [Bar("flat over double ring", DOUBLE, f"{FLAT} / this", least, at_most=False)]
+            ratio = FLAT_OVER_DOUBLE[self.intra]
+            return [Bar("flat over double ring", DOUBLE, f"{FLAT} / this", ratio, at_most=False)]
         rival = self.fewer_bytes
         if rival is not None:
             bars = [Bar("gain, of predicted", rival, f"{GAIN}, of predicted", 0.8, at_most=False)]

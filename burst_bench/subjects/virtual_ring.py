@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from burst_bench.calibrate import least
 from burst_bench.core import Derived, Stage, Table, TimedStep, Trial, World, one_of
 from burst_bench.methods.kernels import SquareCase, others
 from burst_bench.methods.virtual_rank import VirtualRank
@@ -70,28 +71,28 @@ class VirtualCase(SquareCase):
         kernel = fastest(self, world)
         rank, idle = self.rank(kernel, world.device), self.rank(kernel, world.device, works=False)
         result = rank.forward()
-        bare_backward = partial(rank.bare_backward, rank.queries(result), result.out)
+        backward = rank.bare(Pass(self.direction)).backward()
         units = {
-            "kernel alone": both(rank.bare_forward, bare_backward),
-            "around the kernels": both(idle.forward, partial(idle.backward, result), ahead=True),
+            "kernel alone": Trial({"forward": rank.bare(Pass.FORWARD).forward, "backward": backward}),
+            "around the kernels": Trial(
+                {"forward": idle.forward, "backward": partial(idle.backward, result)}, ahead=True
+            ),
         }
-        ring = both(rank.forward, partial(rank.backward, result))
+        ring = Trial({"forward": rank.forward, "backward": partial(rank.backward, result)})
         facts = {("kernel alone", "pairs"): float(rank.pairs)}
         for name, step in ring.steps.items():
-            host = least_seconds(units["around the kernels"].steps[name])
+            host = min(timeit.repeat(units["around the kernels"].steps[name], number=1))
             facts["burst", f"host {name} / step wall"] = host / self.size
             facts["burst", f"launches / step of {name}"] = launches(step, world) / self.size
         return Stage(lambda method: ring, units, facts=facts)
 
     def derive(self, table: Table) -> Derived:
         forward, backward = table.column("forward wall"), table.column("backward wall")
-        whole = {
-            name: [a + b for a, b in zip(forward[name], backward[name], strict=True)] for name in forward
-        }
+        sums = {name: [a + b for a, b in zip(forward[name], backward[name], strict=True)] for name in forward}
         for meter, seconds, one, other in (
             ("forward kernel / this", forward, "kernel alone", "burst"),
-            ("kernel / this", whole, "kernel alone", "burst"),
-            ("around kernels / whole", whole, "around the kernels", "burst"),
+            ("kernel / this", sums, "kernel alone", "burst"),
+            ("around kernels / whole", sums, "around the kernels", "burst"),
         ):
             yield "burst", meter, [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
         flops = WORK["backward"] * self.flops(table["kernel alone", "pairs"][0])
@@ -102,22 +103,10 @@ class VirtualCase(SquareCase):
 def fastest(case: VirtualCase, world: World) -> str:
     """Return the fastest of the other projects' kernels in both passes, on a small causal square."""
     tensors, square = case.square.tensors(world.device), case.square
-
-    def seconds(name: str) -> float:
-        calls = square.bare(KERNELS[name], tensors)
-
-        def step() -> None:
-            calls.both()
-            if world.device == "cuda":
-                torch.cuda.synchronize()
-
-        step()
-        return least_seconds(step)
-
     names = others(case, world.device)
     if not names:
         raise LookupError("no kernel of others is here")
-    return min(names, key=seconds)
+    return min(names, key=lambda name: least(square.bare(KERNELS[name], tensors).both, world, repeats=5))
 
 
 def launches(step: TimedStep, world: World) -> int:
@@ -129,13 +118,3 @@ def launches(step: TimedStep, world: World) -> int:
         if cuda:
             torch.cuda.synchronize()
     return sum(e.count for e in trace.key_averages() if e.device_type.name == "CUDA" or "aten::" in e.key)
-
-
-def least_seconds(step: TimedStep) -> float:
-    """Return the least seconds of several runs of a step on the host."""
-    return min(timeit.repeat(step, number=1))
-
-
-def both(forward: TimedStep, backward: TimedStep, ahead: bool = False) -> Trial:
-    """Return a trial of the two passes."""
-    return Trial({"forward": forward, "backward": backward}, ahead=ahead)

@@ -5,6 +5,6 @@ watch      `Watch`, the thread of a rank of a ring that exchanges claims, and se
 agreement  claims, `Agreement` and its four verbs: refusing, meet, ring, settle; `Ring`, which may go ahead
 groups     `Group`, the same verbs by collectives of a caller's process group
 
-Attention, recurrences, places of programs and forwards over shards agree by `Ring`; the loss, loaders and
+Attention, recurrences, forwards over shards and other sync points agree by `Ring`; the loss, loaders and
 set-up by `Group`.
 """

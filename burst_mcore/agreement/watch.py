@@ -28,7 +28,7 @@ LOOK_EVERY = timedelta(seconds=1)
 ANSWER_WITHIN = timedelta(seconds=20)
 """How long ranks that disagree wait for each other's claims."""
 WARN_AFTER = 10.0
-"""Seconds after which a rank that waits at a place of its program logs which ranks are absent."""
+"""Seconds after which a rank that waits at a sync point logs which ranks are absent."""
 MESSAGES = "send", "recv", "isend", "irecv", "batch_isend_irecv"
 """Functions of torch.distributed that not all ranks of a group call."""
 DESTROYED = "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
@@ -63,7 +63,7 @@ class Meeting:
     call: int
     word: Word
     fields: Signature
-    """Of the claim; of a meeting of all who come to a place of their programs, the place is "at"."""
+    """Of the claim; the name of a sync point, to which all ranks come, is "at"."""
     answer: Answer = None
 
 
@@ -251,9 +251,11 @@ class Watch:
             logger.warning("rank %d has waited for %d s at %s, for %s", self._rank, seconds, here, absent)
 
     def _late(self, meeting: Meeting) -> list[list[Any]]:
-        """Return the last notes of ranks that left none since a meeting: number, place, group, collective."""
+        """Return last notes of ranks with none since a meeting: number, sync point, group, collective."""
         ranks = range(len(self._order))
-        notes = [self._find(f"at/{rank}", [0, f"rank {rank}, last at no place", "", 0]) for rank in ranks]
+        notes = [
+            self._find(f"at/{rank}", [0, f"rank {rank}, last at no sync point", "", 0]) for rank in ranks
+        ]
         return [note for note in notes if note[0] < meeting.call]
 
     def _gone(self, meeting: Meeting, error: RuntimeError) -> Exception:

@@ -119,12 +119,12 @@ class ContextParallel:
         whole = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         return self._at("cp.shard", lambda: shard_of_whole_batch(whole, self._sharding, self.group)[0])
 
-    def _at(self, place: str, do: Callable[[], T]) -> T:
+    def _at(self, sync_point: str, do: Callable[[], T]) -> T:
         """Return `do()`, to which all ranks of a sequence come, and which fails on all of them or on none.
 
         Tensor parallelism's neighbours would go on to the model's forward, and wait there for these ranks.
         """
-        meet(self.topology, place)
+        meet(self.topology, sync_point)
         tp = _tensor_parallel(self.model, self.group)
         return do() if tp is None else on_all_ranks(do, tp)
 

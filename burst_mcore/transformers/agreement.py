@@ -26,17 +26,17 @@ def refused_by_others(name: str = "another rank") -> Iterator[None]:
         raise RefusedError(name, str(error)) from None
 
 
-def meet(topology: Topology, place: str, *numbers: int) -> list[list[int]]:
-    """Return the numbers of all ranks of a sequence, which come to this place of their programs.
+def meet(topology: Topology, sync_point: str, *numbers: int) -> list[list[int]]:
+    """Return the numbers of all ranks of a sequence, which come to this sync point of their programs.
 
     The agreement of their ring is asked: a collective of the caller's own is never mistaken for it.
 
     Raises:
-        RefusedError: named "another rank", on all of them, at once: some call burst at another place.
+        RefusedError: named "another rank", on all of them, at once: some call burst at another sync point.
         RuntimeError: a rank has ended, or did not come within the group's time-out; says where it was last.
     """
     with refused_by_others():
-        return [[*each] for each in agreement_of(topology).meet(Claim({"at": place}, numbers)).numbers]
+        return [[*each] for each in agreement_of(topology).meet(Claim({"at": sync_point}, numbers)).numbers]
 
 
 def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -15,9 +15,8 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from comparison import comparison
 from drawing import GREY, INK, LIGHT, Drawing, colour
-from timelines import COMMANDS, timeline
+from forecasts import COMMANDS, comparison, timeline
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry.cuts import cut_for

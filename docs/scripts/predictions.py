@@ -28,7 +28,7 @@ from burst_bench.published.loops import (
     follows,
     together,
 )
-from burst_bench.published.methods import FITTED, MethodPlan, plan_of, seconds_of
+from burst_bench.published.methods import FITTED, MethodPlan, figure_of, plan_of
 from burst_mcore.attention.choose import AS_FAST
 from burst_mcore.attention.schedule.actions import Kind, Send
 from burst_plan.machines import CONSTANTS, MACHINES, Machine
@@ -263,10 +263,9 @@ def _doubt(report: Report) -> str:
 
 def _with_head_dim(one: Compared, head_dim: int) -> float:
     assert one.row is not None
-    row = replace(one.row, head_dim=head_dim)
-    plan = plan_of(row)
-    assert isinstance(plan, MethodPlan)
-    return row.figure_of(seconds_of(row, plan, MACHINES[row.hardware].rates_by(FITTED)))
+    figure = figure_of(replace(one.row, head_dim=head_dim), MACHINES[one.row.hardware].rates_by(FITTED))
+    assert not isinstance(figure, str)
+    return figure
 
 
 def equal_work(judged: Iterable[Compared]) -> list[list[Compared]]:

@@ -3,7 +3,6 @@
 import pytest
 
 pytest.importorskip("typer")
-pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
@@ -17,7 +16,7 @@ SMALL = "seq=512; hidden=32; heads=2; layers=1"
 
 
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_command_prints_a_table_draws_a_curve_and_writes_all_figures(others, tmp_path):
+def test_the_command_prints_a_table_and_writes_all_figures(others, tmp_path):
     here = [name for name, method in LAYERS.items() if method.needs(None, "cpu") is None]
     if not others:  # Megatron takes long to import
         here = [name for name in here if "megatron" not in name]
@@ -35,7 +34,6 @@ def test_the_command_prints_a_table_draws_a_curve_and_writes_all_figures(others,
     assert flops["full"] == 2 * flops["none"] and flops["attention"] == flops["none"]
     assert table["full", "saved"] == table["full", "predicted"] == 0
     assert len(results.bars) == 4 and not results.not_judged
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_flop_model():

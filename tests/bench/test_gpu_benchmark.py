@@ -11,8 +11,8 @@ import pytest
 
 from burst_bench.check.__main__ import as_text, judged
 from burst_bench.check.__main__ import main as check
-from burst_bench.check.parts import PARTS, SMOKE, Check, claim
-from burst_bench.core import Table
+from burst_bench.check.parts import PARTS, SMOKE, Check
+from burst_bench.core import Bar, Table
 from burst_bench.results import Results, read
 from burst_bench.subjects.kernels import KernelCase
 from burst_mcore.attention.kernels.triton import interpreted
@@ -63,7 +63,7 @@ def test_the_gpu_check_runs_whole_and_prints_a_line_for_each_claim(tmp_path, cap
 
 
 def test_a_claim_is_judged_by_its_bar_on_a_gpu_alone():
-    speed = claim("speed", "ours", "x", 0.9, 0.8)
+    speed = Bar("speed", "ours", "x", 0.8, at_most=False, predicted=0.9)
     one = Check("case", KernelCase(), (speed, replace(speed, at_most=True), replace(speed, bound=None)))
     for device, verdicts in (("cuda", [False, True, True]), ("cpu", [True, True, True])):
         results = Results("kernels", "", device, 1, tables={"case": Table({("ours", "x"): (0.7,)})})

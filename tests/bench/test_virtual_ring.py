@@ -6,7 +6,7 @@ import torch
 from burst_bench.methods.virtual_rank import VirtualRank
 from burst_mcore import Mask
 from burst_mcore.attention.geometry.shard import Shard
-from burst_mcore.attention.schedule.actions import Recv
+from burst_mcore.attention.schedule.actions import Pass, Recv
 from burst_mcore.attention.schedule.route import program
 from burst_plan.simulate.cost import message_bytes
 
@@ -29,5 +29,5 @@ def test_it_receives_what_its_program_says(direction, size, kv_heads, latent):
         assert received == sum(sizes.of(action) for action in steps if isinstance(action, Recv))
     assert [x.shape for x in gradients] == [rank.q.shape, rank.k.shape, rank.v.shape]
     assert all(x.isfinite().all() for x in gradients)
-    rank.bare_forward()
-    rank.bare_backward(rank.queries(done), done.out)
+    rank.bare(Pass.FORWARD).forward()
+    rank.bare(Pass(direction)).backward()()

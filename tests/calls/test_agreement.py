@@ -217,7 +217,7 @@ def test_ranks_that_are_gone_are_waited_for_together(monkeypatch, alone):
 
 
 class _Places(dist.HashStore):
-    """A store of places, which goes with its process before the place of rank 3 is read."""
+    """A store of sync points, which goes with its process before that of rank 3 is read."""
 
     def check(self, keys):
         if keys[0] == "at/3":
@@ -225,12 +225,12 @@ class _Places(dist.HashStore):
         return super().check(keys)
 
 
-def test_ranks_are_absent_that_came_to_fewer_places(alone):
+def test_ranks_are_absent_that_came_to_fewer_sync_points(alone):
     calls = alone(4)
     calls._store = _Places()
     for calls._rank, (call, place) in enumerate([(5, "cp.shard"), (4, "a forward")]):
         calls._leave_place(call, place)
-    listed = "rank 1, last at a forward; rank 2, last at no place; rank 3, last at no place"
+    listed = "rank 1, last at a forward; rank 2, last at no sync point; rank 3, last at no sync point"
     assert watch._listed(calls._late(Meeting(5, [], {}))) == listed
 
 
