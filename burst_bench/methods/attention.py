@@ -131,7 +131,7 @@ def start_deepspeed(device: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", device)  # else it prints its long search for one
     import deepspeed
 
-    from burst_mcore.deepspeed.settings import prepare_cpu
+    from burst_mcore.deepspeed.cpu import prepare_cpu
 
     prepare_cpu()
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
@@ -69,8 +69,8 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: dist.Proces
             "cu_seqlens must ascend from 0 to the number of tokens of the whole row, "
             f"got {ends[:8]}{' ...' if len(ends) > 8 else ''} to {ends[-1:]}"
         )
-    padded = ends[-1] + -ends[-1] % dist.get_world_size(process_group)
-    _State.ends = tuple(dict.fromkeys([*ends, padded]))
+    tokens = ends[-1] + -ends[-1] % dist.get_world_size(process_group)
+    _State.ends = tuple(dict.fromkeys([*ends, tokens]))
 
 
 def use_ring_attn(flag: bool) -> None:
@@ -79,29 +79,15 @@ def use_ring_attn(flag: bool) -> None:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> Any:
     """Implement transformers' attention interface, causal within the documents; attention_mask is ignored.
 
     A sliding window counts tokens as without a ring, with the query's own.
     """
     if not _State.on:
-        settings: Any = module.config
-        name = settings._attn_implementation
-        result: tuple[Tensor, None] = _originals[name](
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-            sliding_window=sliding_window, softcap=softcap, **others,
-        )  # fmt: skip
-        return result
+        original = _originals[module.config._attn_implementation]
+        return original(module, query, key, value, attention_mask, **options)
     assert _State.topology is not None
     ends, size = _State.ends, _State.topology.size
     if not ends or ends[-1] != query.shape[2] * size or len(query) != 1:
@@ -110,18 +96,22 @@ def _attend(
             f"ranks: pack documents into one row, and call update_ring_flash_attn_params first, with "
             f"cu_seqlens to {query.shape[2] * size}; they went to {ends[-1:] or 'nothing'}"
         )
-    if dropout:
+    if dropout := options.get("dropout"):
         raise ValueError(f"attention dropout {dropout} is not supported: set attention_dropout to 0")
-    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
+    if options.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(f"{type(module).__name__} asks for attention that is not causal: not supported")
-    mask = Mask.causal()
-    if sliding_window is not None and sliding_window < ends[-1]:
-        mask = Mask.window(sliding_window - 1, 0)
+    mask, window = Mask.causal(), options.get("sliding_window")
+    if window is not None and window < ends[-1]:
+        mask = Mask.window(window - 1, 0)
     if len(ends) > 2:
         mask = mask & Mask.documents(ends)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = burst_attention(
-        q, k, v, topology=_State.topology, mask=mask, config=CONTIGUOUS, softmax_scale=scaling,
-        softcap=softcap, sinks=others.get("s_aux"),
-    )  # fmt: skip
-    return out, None  # type: ignore[return-value]
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        topology=_State.topology,
+        mask=mask,
+        config=CONTIGUOUS,
+        softmax_scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+    return out, None

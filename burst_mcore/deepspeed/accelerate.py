@@ -1,22 +1,31 @@
 """Accelerate, the Trainer and TRL over sharded sequences: burst takes the place of DeepSpeed's Ulysses.
 
-`_places` has the names of DeepSpeed, Accelerate and transformers that are replaced. Each replacement takes
-the package's own and returns ours. Without CP groups the own one is called.
+`_places` has the names of DeepSpeed, Accelerate and transformers that are replaced, as in
+burst_mcore.transformers.trainer.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
-import burst_mcore.transformers.trainer as shared
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import AcceleratorState
+from accelerate.utils.operations import find_batch_size
+
+from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.deepspeed.initialize import prepare_for_engine
-from burst_mcore.deepspeed.loader import adapted, dispatching_to_groups, sharding_to_groups
 from burst_mcore.deepspeed.section import Section, section_of
-from burst_mcore.deepspeed.settings import prepare_cpu, refuse_config, without_builds
+from burst_mcore.deepspeed.settings import refuse_config
 from burst_mcore.transformers.agreement import on_all_ranks
+from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.transformers.models.sequence import evaluates
 from burst_mcore.transformers.models.strategies import LoadedBatch
+from burst_mcore.transformers.trainer import REPLACED, AnyMethod, Place, replace, sharing
 from burst_mcore.wrap import around
 
 SUPPORTED = {
@@ -34,15 +43,15 @@ def replace_ulysses() -> None:
     """
     refuse_versions()
     prepare_cpu()
-    shared.replace("sp_size", _places())
+    replace("sp_size", _places())
 
 
 def restore_ulysses() -> None:
     """Undo `replace_ulysses`, for models that are prepared later."""
-    shared.REPLACED["sp_size"].restore()
+    REPLACED["sp_size"].restore()
 
 
-def _places() -> list[shared.Place]:
+def _places() -> list[Place]:
     """Return the names that DeepSpeed's Ulysses has to itself."""
     from accelerate import accelerator, data_loader
     from deepspeed.runtime.sequence_parallel import ulysses_sp
@@ -60,13 +69,13 @@ def _places() -> list[shared.Place]:
 
 
 @around
-def counting_tokens(init: shared.AnyMethod, self: Any, *args: Any, **kwargs: Any) -> None:
+def counting_tokens(init: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> None:
     """Trainer.__init__: losses are divided by the labels of all micro-batches, as without CP groups.
 
     TRL's trainers are refused here, but for those whose losses are known.
     """
     init(self, *args, **kwargs)
-    if shared.sharing(self, "sp_size") > 1:
+    if sharing(self, "sp_size") > 1:
         _refuse_other_trainers(type(self))
         self.model_accepts_loss_kwargs = True  # which the Trainer takes back for DeepSpeed's Ulysses
 
@@ -75,17 +84,73 @@ def _refuse_other_trainers(kind: type) -> None:
     """Raise RefusedError for a trainer of TRL whose loss over shards is not known, or a subclass of one."""
     names = [f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")]
     if names and names[0] not in SUPPORTED:
-        supported = ", ".join(sorted({each.rsplit(".")[-1] for each in SUPPORTED}))
-        text = f"{kind.__name__} is not supported over CP groups. Of TRL these are: {supported}"
+        legal = ", ".join(sorted({name.rsplit(".")[-1] for name in SUPPORTED}))
+        text = f"{kind.__name__} is not supported over CP groups. Of TRL these are: {legal}"
         raise RefusedError("trainer", text)
 
 
 @around
-def without_compilers(original: shared.AnyMethod, self: Any, *args: Any) -> Any:
+def without_compilers(original: AnyMethod, self: Any, *args: Any) -> Any:
     """Accelerator._prepare_deepspeed: on CPUs optimizers stay torch's, also with offload_optimizer."""
     config = self.deepspeed_plugin.deepspeed_config
     config.update(without_builds(config))
     return original(self, *args)
+
+
+class BurstSPDataLoaderAdapter(ShardedLoader):
+    """Stands for UlyssesSPDataLoaderAdapter: every rank loads its own batches, and all work on each in turn.
+
+    Batches are whole, may be of any length, and need no position_ids: their model shards them.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+        super().__init__(dl, group=sp_group, own=True, device=device, whole=True)
+
+
+def adapted(dl: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a loader whose batches are equal on the ranks of a group; those of Accelerate's loaders are."""
+    return dl if isinstance(dl, DataLoaderStateMixin) else BurstSPDataLoaderAdapter(dl, *args, **kwargs)
+
+
+@around
+def sharding_to_groups(original: AnyMethod, dataloader: Any, device: Any = None, **options: Any) -> Any:
+    """accelerate's prepare_data_loader: each CP group is one process."""
+    size = sharing(AcceleratorState(), "sp_size")
+    if size == 1:
+        return original(dataloader, device, **options)
+    groups = dist.get_world_size() // size
+    options |= {"num_processes": groups, "process_index": dist.get_rank() // size, "torch_device_mesh": None}
+    loader = original(dataloader, device, **options)
+    if groups == 1 and not hasattr(loader, "slice_fn"):  # for one process Accelerate leaves the order to it
+        loader.rng_types = [*(loader.rng_types or ()), "torch"]
+        generator = getattr(loader.get_sampler(), "generator", None)
+        if isinstance(generator, torch.Generator):  # a script may have seeded it by rank
+            loader.synchronized_generator = generator
+            loader.rng_types.append("generator")
+    return loader
+
+
+@around
+def dispatching_to_groups(init: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> None:
+    """DataLoaderDispatcher.__init__: rank 0 reads for all, and the ranks of a group get the same rows.
+
+    In training rows are shared out evenly. In evaluation a group gets a batch, as one process has it.
+    """
+    init(self, *args, **kwargs)
+    size, slice_rows = sharing(AcceleratorState(), "sp_size"), self.slice_fn
+    if size == 1:
+        return
+
+    def rows_of_group(batch: Any, rows: slice, **options: Any) -> Any:
+        count = self.batch_size or 1 if evaluates() else rows.stop - rows.start
+        first = dist.get_rank() // size * count if rows.start else 0  # the first batch, repeated, begins at 0
+        if first >= find_batch_size(batch):  # no row is left: what is reported of others is cut off
+            first = 0
+        return slice_rows(batch, slice(first, first + count), **options)
+
+    self.slice_fn = rows_of_group
+    groups, rank = dist.get_world_size() // size, dist.get_rank()
+    self.state = SimpleNamespace(num_processes=groups, process_index=rank, device=self.state.device)
 
 
 class BurstSPAttentionHF:
@@ -130,8 +195,6 @@ class BurstSPAttentionHF:
 
 def _read(size: int) -> Section:
     """Return the section of DeepSpeed's configuration as Accelerate is about to pass it."""
-    from accelerate.state import AcceleratorState
-
     refuse_versions()
     try:
         plugin = AcceleratorState().deepspeed_plugin
@@ -142,8 +205,8 @@ def _read(size: int) -> Section:
         raise RefusedError("configuration", "Accelerate does not use DeepSpeed: give it a DeepSpeedPlugin")
     config: dict[str, Any] = plugin.deepspeed_config
     refuse_config(config)
-    written = config.get("sequence_parallel_size", size)
-    if written != size:
-        text = f"the JSON says {written!r}, Accelerate's ParallelismConfig has sp_size={size}"
+    json_size = config.get("sequence_parallel_size", size)
+    if json_size != size:
+        text = f"the JSON says {json_size!r}, Accelerate's ParallelismConfig has sp_size={size}"
         raise RefusedError("sequence_parallel_size", text)
     return section_of(config)

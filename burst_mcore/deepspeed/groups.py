@@ -21,54 +21,48 @@ class SequenceParallelUnit:
     def __init__(self, size: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
         groups = {first: dist.new_group([*range(first, first + size)]) for first in range(0, world, size)}
-        alone = groups if size == 1 else {each: dist.new_group([each]) for each in range(world)}
+        singles = groups if size == 1 else {each: dist.new_group([each]) for each in range(world)}
         self.sequence: dist.ProcessGroup = groups[rank - rank % size]
         """The ranks that share sequences with this one."""
         kinds = {
             "sequence_parallel": self.sequence,
             "sequence_data_parallel": dist.new_group([*range(world)]),
-            "model_parallel": alone[rank],
+            "model_parallel": singles[rank],
         }
         for kind, group in kinds.items():
-            told = {"group": group, "world_size": group.size(), "rank": group.rank()}
-            for name, value in told.items():
+            for name, value in (("group", group), ("world_size", group.size()), ("rank", group.rank())):
                 setattr(self, f"get_{kind}_{name}", lambda value=value: value)
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
         """Mark this kind of mpu for DeepSpeed; the groups are there already."""
 
 
-def take_means(engine: Any) -> None:
-    """Have an engine of CP groups average gradients over all ranks, whatever its ZeRO stage.
-
-    Left alone, DeepSpeed divides by all ranks where ZeRO-3 reduces by reduce-scatter, and elsewhere by the
-    number of CP groups, as far as the size of a group is known to the engine and its optimizer. There
-    a term of the loss that is equal on all ranks would count once for each rank of a group.
-    """
-    for part in (engine, engine.optimizer):
-        if hasattr(part, "sequence_parallel_size"):
-            part.sequence_parallel_size = 1
-
-
 @around
 def _with_its_own_mpu(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of engines: ours take means, and plain engines are kept apart from the groups.
+
+    Ours average gradients over all ranks, whatever the ZeRO stage. Left alone, DeepSpeed divides by all ranks
+    where ZeRO-3 reduces by reduce-scatter, and elsewhere by the number of CP groups, as far as the size of a
+    group is known to the engine and its optimizer. There a term of the loss that is equal on all ranks would
+    count once for each rank of a group.
 
     DeepSpeed keeps the last mpu for the whole process (`deepspeed.utils.groups.mpu`): a plain engine made
     after, such as a teacher's, would divide its gradients by too few ranks.
     """
     from deepspeed.utils import groups
 
-    mpu, before = kwargs.get("mpu"), groups.mpu
-    if mpu is None and isinstance(before, SequenceParallelUnit):
+    mpu, last_mpu = kwargs.get("mpu"), groups.mpu
+    if mpu is None and isinstance(last_mpu, SequenceParallelUnit):
         groups.mpu = None
     try:
         original(self, *args, **kwargs)
     finally:
         if mpu is None:
-            groups.mpu = before
+            groups.mpu = last_mpu
     if isinstance(mpu, SequenceParallelUnit):  # also where Accelerate makes the engine
-        take_means(self)
+        for part in (self, self.optimizer):
+            if hasattr(part, "sequence_parallel_size"):
+                part.sequence_parallel_size = 1
 
 
 _UNITS: dict[int, tuple[Any, SequenceParallelUnit]] = {}

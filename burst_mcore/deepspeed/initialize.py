@@ -11,16 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import data as torch_data
 
+from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import SequenceParallelUnit, unit_of
 from burst_mcore.deepspeed.section import Section, config_dict, section_of
-from burst_mcore.deepspeed.settings import (
-    SIZE,
-    prepare_cpu,
-    refuse_autos,
-    refuse_config,
-    sequence_parallel_size,
-    without_builds,
-)
+from burst_mcore.deepspeed.settings import SIZE, refuse_autos, refuse_config, sequence_parallel_size
 from burst_mcore.loss.whole import whole_mean
 from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.batches import collated
@@ -74,19 +68,18 @@ def initialize(
 
     prepare_cpu()
     deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
-    optimized = training_data is None or options.get("optimizer") is not None
-    section, settings, size = on_all_ranks(lambda: _read(config, options, optimized))
+    needs_optimizer = training_data is not None and options.get("optimizer") is None
+    section, settings, size = on_all_ranks(lambda: _read(config, options, needs_optimizer))
     refuse_differences("configuration", (section, size))
     unit = unit_of(size)
     prepare_for_engine(model, section, unit)
-    settings[SIZE] = size
     if options.get("optimizer") is None:  # one of the JSON is made for `model_parameters` alone
         options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=settings, mpu=unit, **options)
     if training_data is None:
         return engine, optimizer, None, scheduler
-    options = {"collate_fn": collate_fn, "drop_last": engine.dataloader_drop_last()}
-    loader = shard_loader(training_data, engine, **options)
+    drop_last = engine.dataloader_drop_last()
+    loader = shard_loader(training_data, engine, collate_fn=collate_fn, drop_last=drop_last)
     return engine, optimizer, loader, scheduler
 
 
@@ -123,11 +116,11 @@ def shard_loader(
     if isinstance(data, torch_data.DataLoader):
         own = size > 1 and getattr(data.sampler, "num_replicas", None) == world
     elif isinstance(data, torch_data.Dataset) or hasattr(data, "__getitem__"):
-        how: dict[str, Any] = {"collate_fn": collate_fn or collated, "drop_last": drop_last}
+        options: dict[str, Any] = {"collate_fn": collate_fn or collated, "drop_last": drop_last}
         if not streams:
             rank = dist.get_rank() // size
-            how["sampler"] = torch_data.DistributedSampler(data, num_replicas=world // size, rank=rank)
-        data = torch_data.DataLoader(data, engine.train_micro_batch_size_per_gpu(), **how)
+            options["sampler"] = torch_data.DistributedSampler(data, num_replicas=world // size, rank=rank)
+        data = torch_data.DataLoader(data, engine.train_micro_batch_size_per_gpu(), **options)
     return ShardedLoader(data, group=sequence.group, own=own, device=engine.device, **sequence.sharding)
 
 
@@ -155,9 +148,9 @@ def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tens
 
 
 def _read(
-    config: str | Path | Mapping[str, Any], options: Mapping[str, Any], optimized: bool
+    config: str | Path | Mapping[str, Any], options: Mapping[str, Any], needs_optimizer: bool
 ) -> tuple[Section, dict[str, Any], int]:
-    """Section, DeepSpeed's settings, ranks that share a sequence. optimized: the caller sees to that."""
+    """Return the section, DeepSpeed's settings, and how many ranks share a sequence."""
     refuse_versions()
     settings = config_dict(config)
     section = section_of(settings)
@@ -165,7 +158,8 @@ def _read(
         raise RefusedError(name, "the CP groups are made here, of consecutive ranks: leave it out")
     refuse_config(settings)
     refuse_autos(settings)
-    if not optimized and "optimizer" not in settings:
+    if needs_optimizer and "optimizer" not in settings:
         logger.warning("the JSON names no optimizer: %s", OPTIMIZER)
         settings["optimizer"] = OPTIMIZER
-    return section, without_builds(settings), sequence_parallel_size(settings, dist.get_world_size())
+    settings[SIZE] = size = sequence_parallel_size(settings, dist.get_world_size())
+    return section, without_builds(settings), size

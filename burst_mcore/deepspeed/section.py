@@ -94,13 +94,13 @@ def section_of(config: Mapping[str, Any]) -> Section:
         SectionError: a key or a value is not legal.
     """
     for key in config:  # a typing error in the section's own name would turn all of it off
-        near = "burst" in key.lower() or difflib.get_close_matches(key, [KEY], cutoff=0.8)
-        if KEY not in config and near:
+        is_similar = "burst" in key.lower() or difflib.get_close_matches(key, [KEY], cutoff=0.8)
+        if KEY not in config and is_similar:
             raise SectionError(f'unknown section "{key}": did you mean "{KEY}"?')
-    written = dict(_object(config, KEY))
-    recompute = _object(written, "checkpointing")
+    section = _object(config, KEY)
+    recompute = _object(section, "checkpointing")
     problems = [
-        *_problems(KEY, written, KEYS),
+        *_problems(KEY, section, KEYS),
         *_problems(f"{KEY}.checkpointing", recompute, RECOMPUTE),
         *_of_other_policies(recompute),
     ]
@@ -109,9 +109,9 @@ def section_of(config: Mapping[str, Any]) -> Section:
     try:
         checkpointing = Checkpointing(**recompute)
         checkpointing.recomputed()
-        others = {name: written.pop(name) for name in ("fused_loss", "towers") if name in written}
-        written.pop("checkpointing", None)
-        return Section(BurstConfig(**written), checkpointing=checkpointing, **others)
+        attention = BurstConfig(**{name: x for name, x in section.items() if name in SETTINGS})
+        options = {name: section[name] for name in ("fused_loss", "towers") if name in section}
+        return Section(attention, checkpointing=checkpointing, **options)
     except ValueError as error:
         raise SectionError(f'"{KEY}": {error}') from None
 
@@ -123,20 +123,20 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section
 
 
-def _problems(where: str, written: Mapping[str, Any], keys: Mapping[str, Setting]) -> Iterator[str]:
+def _problems(where: str, section: Mapping[str, Any], keys: Mapping[str, Setting]) -> Iterator[str]:
     """Yield a sentence for each key that is unknown, or whose value is none of the words.
 
     Other values are checked by the classes that they are for.
     """
-    for name, value in written.items():
+    for name, value in section.items():
         if name not in keys:
-            near = difflib.get_close_matches(name, keys, 1, 0.6)
-            meant = f': did you mean "{near[0]}"?' if near else "."
+            similar = difflib.get_close_matches(name, keys, 1, 0.6)
+            advice = f': did you mean "{similar[0]}"?' if similar else "."
             if name in REMOVED:
-                meant = f": {REMOVED[name]}."
+                advice = f": {REMOVED[name]}."
             if name == "sequence_parallel_size":
-                meant = f': write it beside "{KEY}", where DeepSpeed reads it.'
-            yield f'unknown key "{where}.{name}"{meant} Legal: {", ".join(keys)}'
+                advice = f': write it beside "{KEY}", where DeepSpeed reads it.'
+            yield f'unknown key "{where}.{name}"{advice} Legal: {", ".join(keys)}'
         elif (legal := keys[name].legal) == FLAG:
             if not isinstance(value, bool):
                 yield f'"{where}.{name}" must be true or false, got {value!r}'
@@ -144,11 +144,11 @@ def _problems(where: str, written: Mapping[str, Any], keys: Mapping[str, Setting
             yield f'"{where}.{name}" must be one of: {", ".join(legal)}; got {value!r}'
 
 
-def _of_other_policies(written: Mapping[str, Any]) -> Iterator[str]:
+def _of_other_policies(recompute: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each key of "checkpointing" that its policy does not take."""
-    policy = written.get("policy", "none")
+    policy = recompute.get("policy", "none")
     for name, policies in ONLY_FOR.items():
-        value = written.get(name)
+        value = recompute.get(name)
         if value is not None and value is not False and policy not in policies:
             legal = " and ".join(f'"{each}"' for each in policies)
             yield f'"{KEY}.checkpointing": {name} is for policy {legal}, got it with "{policy}"'

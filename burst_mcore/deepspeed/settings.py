@@ -1,18 +1,14 @@
-"""DeepSpeed's own settings: checks for shards, and replacements of parts that a CPU would compile."""
+"""DeepSpeed's own settings, and their checks for shards."""
 
 from __future__ import annotations
 
-import copy
 import difflib
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from burst_mcore.deepspeed.section import KEY
 from burst_mcore.transformers.errors import RefusedError
 
-ADAMS = ("adam", "adamw")
 SIZE = "sequence_parallel_size"
 """DeepSpeed's own key: how many ranks share a sequence."""
 
@@ -44,9 +40,9 @@ def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
         RefusedError: the section "burst_attention" is there and the size is not, or under another name; or
             the size does not divide the ranks.
     """
-    near = difflib.get_close_matches(SIZE, config, 1, 0.85)
-    if SIZE not in config and near:  # a misspelt or missing key would give every rank its own sequence
-        raise RefusedError(SIZE, f'unknown key "{near[0]}": did you mean "{SIZE}"?')
+    similar = difflib.get_close_matches(SIZE, config, 1, 0.85)
+    if SIZE not in config and similar:  # a misspelt or missing key would give every rank its own sequence
+        raise RefusedError(SIZE, f'unknown key "{similar[0]}": did you mean "{SIZE}"?')
     if SIZE not in config and KEY in config:
         text = f'the JSON has the section "{KEY}" and no "{SIZE}": write how many ranks share a sequence'
         raise RefusedError(SIZE, f"{text} (under Accelerate, its sp_size)")
@@ -84,36 +80,3 @@ def _autos(part: Any, path: str = "") -> Iterator[str]:
     elif isinstance(part, Mapping):
         for name in part.keys() - {KEY}:
             yield from _autos(part[name], f"{path}.{name}".lstrip("."))
-
-
-def on_cpu() -> bool:
-    """Return whether DeepSpeed's accelerator is the CPU."""
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().device_name() == "cpu")
-
-
-def prepare_cpu() -> None:
-    """Keep DeepSpeed from building a shared-memory all-reduce; before it initialises torch.distributed."""
-    if not on_cpu():
-        return
-    from deepspeed.ops import __compatible_ops__
-
-    __compatible_ops__["deepspeed_shm_comm"] = False
-    os.environ.setdefault(
-        "TORCH_EXTENSIONS_DIR", os.path.join(tempfile.gettempdir(), f"burst_mcore-{os.getuid()}")
-    )
-
-
-def without_builds(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with torch's Adam instead of one that DeepSpeed would compile."""
-    settings = copy.deepcopy(dict(config))
-    if not on_cpu():
-        return settings
-    optimizer = dict(part(settings, "optimizer"))
-    if str(optimizer.get("type", "")).lower() in ADAMS:
-        optimizer["params"] = {**part(optimizer, "params"), "torch_adam": True}
-        settings["optimizer"] = optimizer
-    settings["zero_allow_untested_optimizer"] = True
-    settings["zero_force_ds_cpu_optimizer"] = False
-    return settings

@@ -173,15 +173,14 @@ def flag_of(name: str) -> str:
 def _argument(name: str) -> dict[str, Any]:
     default, legal, meaning = SETTINGS[name]
     options = {"dest": f"burst_{name}", "default": None, "help": f"{meaning} Default: {default}."}
-    if default is True:  # the flag turns it off
-        options["help"] = f"Turns off: {meaning[0].lower()}{meaning[1:]}"
-    if isinstance(default, bool):
-        return {**options, "action": "store_false" if default else "store_true"}
-    if name == "kernel":
-        legal = ("auto", *KERNELS)
+    if default is False:
+        return {**options, "action": "store_true"}
+    if default is True:
+        return {**options, "action": "store_false", "help": f"Turns off: {meaning[0].lower()}{meaning[1:]}"}
+    legal = ("auto", *KERNELS) if name == "kernel" else legal
     words = ", ".join(legal) if isinstance(legal, tuple) else legal
     options["help"] = f"{meaning} Legal: {words}. Default: {default}."
-    return {**options, "metavar": name.upper(), "type": lambda text: _value(name, text)}
+    return {**options, "metavar": name.upper(), "type": partial(_value, name)}
 
 
 def _removed(name: str, text: str) -> Never:

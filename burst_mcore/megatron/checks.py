@@ -12,10 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from burst_mcore.attention.geometry.shard import Ranks
 from burst_mcore.attention.geometry.tiles import launches_of
@@ -27,25 +23,8 @@ from burst_mcore.attention.schedule.heads import degrees_of
 from burst_mcore.config import SETTINGS, BurstConfig
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
-from burst_mcore.megatron.arguments import (
-    burst_config,
-    command_line,
-    flag_of,
-    given_flags,
-    mla_latent,
-    packed_of,
-    rates_of,
-    recompute_policy,
-    setting,
-    uses_burst,
-)
-from burst_mcore.megatron.layouts import (
-    STOCK,
-    Sharding,
-    refuse_assumed_zigzag,
-    shard_sequences_alone,
-    use_layout,
-)
+from burst_mcore.megatron import arguments as flags
+from burst_mcore.megatron import layouts
 from burst_mcore.megatron.rules import Settings, judge, of_fused_loss, of_layer, of_scripts
 from burst_mcore.wrap import around, wrap
 
@@ -62,22 +41,22 @@ def check_arguments(arguments: Any) -> None:
 
     Before any process group is made. Raises ValueError for an illegal argument.
     """
-    s = Settings(arguments)
-    flags = [] if uses_burst(arguments) else given_flags(arguments, *SETTINGS, "rates", "mla_latent")
-    if flags:
+    s, uses_burst = Settings(arguments), flags.uses_burst(arguments)
+    names = flags.given_flags(arguments, *SETTINGS, "rates", "mla_latent")
+    if names and not uses_burst:
         raise ValueError(
-            f"{flags[0]} has no effect without burst attention: add --context-parallel-attention-backend "
+            f"{names[0]} has no effect without burst attention: add --context-parallel-attention-backend "
             "burst, also beside a spec of your own that holds core_attention_spec()"
         )
-    recompute_policy(arguments)
+    flags.recompute_policy(arguments)
     if s.burst_fused_loss:
         judge(of_fused_loss(s))
-    if not uses_burst(arguments):
+    if not uses_burst:
         return
-    judge(of_layer(arguments, mla_latent(arguments)) | of_scripts(s))
-    rates_of(arguments)
-    burst, size = burst_config(arguments), arguments.context_parallel_size
-    route_flags = given_flags(arguments, *ROUTING)
+    judge(of_layer(s, flags.mla_latent(arguments)) | of_scripts(s))
+    flags.rates_of(arguments)
+    burst, size = flags.burst_config(arguments), arguments.context_parallel_size
+    route_flags = flags.given_flags(arguments, *ROUTING)
     types = s.cp_comm_type or None  # one for all layers, or one a layer
     for kind in types if isinstance(types, list | tuple) else [types]:
         burst_of_kind = configured(burst, arguments, kind, routing=route_flags)
@@ -88,7 +67,7 @@ def check_arguments(arguments: Any) -> None:
             raise ValueError(f"{asker}{error}") from error
     if size > 1:
         layout, tokens = Layout.of(burst.layout), arguments.seq_length or 0
-        refuse_assumed_zigzag(arguments, Sharding(layout, packed_of(arguments)))
+        layouts.refuse_assumed_zigzag(arguments, layouts.Sharding(layout, flags.packed_of(arguments)))
         if tokens % (divisor := layout.divisor(size)):
             raise ValueError(
                 f"--seq-length {tokens} is no multiple of {divisor}: layout {layout} on {size} ranks needs it"
@@ -102,12 +81,12 @@ def use_burst(arguments: Any) -> None:
     if not hasattr(arguments, "num_attention_heads"):  # a YAML file's are elsewhere
         return
     check_arguments(arguments)
-    if not uses_burst(arguments):
+    if not flags.uses_burst(arguments):
         return
-    shard_sequences_alone()
-    sharding = Sharding(Layout.of(setting(arguments, "layout")), packed_of(arguments))
-    if sharding != STOCK:  # else Megatron's, or that of a script's own use_layout
-        use_layout(sharding.layout, sharding.packed)
+    layouts.shard_sequences_alone()
+    sharding = layouts.Sharding(Layout.of(flags.setting(arguments, "layout")), flags.packed_of(arguments))
+    if sharding != layouts.STOCK:  # else Megatron's, or that of a script's own use_layout
+        layouts.use_layout(sharding.layout, sharding.packed)
     wrap(GPTDatasetConfig, "__post_init__", _refusing_a_dense_mask)
     if getattr(arguments, "create_attention_mask_in_dataloader", False):
         # Megatron's default. Users who need a mask set it in GPTDatasetConfig.
@@ -133,10 +112,10 @@ def refuse_dense_mask(source: str, tokens: int) -> None:
 
 
 @around
-def _refusing_a_dense_mask(check: Callable[..., None], config: Any) -> None:
+def _refusing_a_dense_mask(check: Callable, config: Any) -> None:
     """Wrap the check of a data set's configuration: with burst attention a large dense mask raises."""
     check(config)
-    if config.create_attention_mask and uses_burst(command_line()):
+    if config.create_attention_mask and flags.uses_burst(flags.command_line()):
         refuse_dense_mask("create_attention_mask of GPTDatasetConfig", config.sequence_length)
 
 
@@ -160,8 +139,8 @@ def with_kernel(
     dtype = half or s.params_dtype or torch.float32  # of q: parameters may have another one yet
     shard = shard_of(q_shape, max(1, groups // shards), dims[1], dtype, burst.grad_dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    others = {"device": device, "launches": launches_of(mask, TOKENS), "deterministic": burst.deterministic}
-    problem = problem_of(shard.pooled(degrees_of(burst, ranks, shard)[0]), **others)
+    options = {"launches": launches_of(mask, TOKENS), "deterministic": burst.deterministic}
+    problem = problem_of(shard.pooled(degrees_of(burst, ranks, shard)[0]), device=device, **options)
     burst = kernel_of(burst, config, problem)
     reason = None if burst.kernel == "auto" else KERNELS[burst.kernel].supports(problem)
     if reason is not None:
@@ -200,7 +179,7 @@ def configured(
     if word == "p2p" or size == 1:
         return burst
     if routing is None:
-        routing = [flag_of(name) for name in ROUTING if getattr(burst, name) != SETTINGS[name].default]
+        routing = [flags.flag_of(name) for name in ROUTING if getattr(burst, name) != SETTINGS[name].default]
     if routing:
         raise ValueError(
             f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {routing[0]}: give one "
@@ -225,40 +204,20 @@ def kernel_of(burst: BurstConfig, config: Any, problem: Problem) -> BurstConfig:
         ValueError: no allowed kernel supports the problem (with the reasons), or `burst` names another.
     """
     s = Settings(config)
-    flags, allowed, version = [], tuple(KERNELS), s.flash_attention_version
+    words, legal, version = [], tuple(KERNELS), s.flash_attention_version
     if s.backend in _BACKENDS:
-        flags, allowed = [f"--attention-backend {s.backend}"], _BACKENDS[s.backend]
+        words, legal = [f"--attention-backend {s.backend}"], _BACKENDS[s.backend]
     if version is not None:
-        flags.append(f"--flash-attention-version {version}")
-        allowed = allowed if s.backend == "fused" else (f"flash{version}",)
-    if burst.kernel not in ("auto", *allowed):
-        raise ValueError(f"--burst-kernel {burst.kernel} contradicts {' '.join(flags)}: give one of them")
-    if not flags or burst.kernel != "auto":
+        words.append(f"--flash-attention-version {version}")
+        legal = legal if s.backend == "fused" else (f"flash{version}",)
+    if burst.kernel not in ("auto", *legal):
+        raise ValueError(f"--burst-kernel {burst.kernel} contradicts {' '.join(words)}: give one of them")
+    if not words or burst.kernel != "auto":
         return burst
-    ranked = [name for name in by_rank(problem.device, problem.launches) if name in allowed]
-    reasons = {name: KERNELS[name].supports(problem) for name in ranked or allowed}
+    order = [name for name in by_rank(problem.device, problem.launches) if name in legal]
+    reasons = {name: KERNELS[name].supports(problem) for name in order or legal}
     for name, reason in reasons.items():
         if reason is None:
             return replace(burst, kernel=name)
     refusals = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ValueError(f"{' '.join(flags)}: no kernel supports it ({refusals})")
-
-
-def softmax_offset(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
-    """Return the sinks for config.softmax_type, [heads of this rank]; a Parameter if they are learnable.
-
-    The Parameter is marked as sharded by tensor parallelism: clipping norms include all ranks' heads.
-    """
-    kind = getattr(config, "softmax_type", "vanilla")
-    if kind == "vanilla":
-        return None
-    group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
-    heads = config.num_attention_heads // group.size()
-    device = torch.cuda.current_device()
-    if kind == "off-by-one":
-        return torch.zeros(heads, device=device, dtype=config.params_dtype)
-    offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
-    set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
-    if config.perform_initialization:
-        config.init_method(offset)
-    return offset
+    raise ValueError(f"{' '.join(words)}: no kernel supports it ({refusals})")

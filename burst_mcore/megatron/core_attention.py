@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -32,16 +33,10 @@ from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.layout import positions
 from burst_mcore.mask import Mask
-from burst_mcore.megatron import rules
+from burst_mcore.megatron import layouts, rules
 from burst_mcore.megatron.arguments import command_line, packed_of
-from burst_mcore.megatron.checks import configured, refuse_dense_mask, softmax_offset, with_kernel
+from burst_mcore.megatron.checks import configured, refuse_dense_mask, with_kernel
 from burst_mcore.megatron.latent import hand_over_latents
-from burst_mcore.megatron.layouts import (
-    made_once,
-    refuse_assumed_zigzag,
-    refuse_other_layout,
-    shard_sequences_alone,
-)
 from burst_mcore.megatron.packed import Packing, packing, roll_within_slots
 from burst_mcore.megatron.patched.groups import Rebindable, follow_groups
 from burst_mcore.rates import Rates
@@ -91,8 +86,8 @@ class BurstCoreAttention(Rebindable):
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        fields = {"attention_type": attention_type, "attention_dropout": dropout}
-        rules.judge(rules.of_layer(config, mla_latent, **fields), f"layer {layer_number}: ")
+        settings = rules.Settings(config, attention_type=attention_type, attention_dropout=dropout)
+        rules.judge(rules.of_layer(settings, mla_latent), f"layer {layer_number}: ")
         self.layer_number, self.mla_latent = layer_number, mla_latent
         self.attn_mask_type = _legal(attn_mask_type, layer_number)
         self.window = _window(config, layer_number)
@@ -101,7 +96,7 @@ class BurstCoreAttention(Rebindable):
         self._asked, self.cp_comm_type, self._rates = burst_config or BurstConfig(), cp_comm_type, rates
         self._head_dims = head_dim, head_dim if v_channels is None else v_channels
         self._keeps_largest = any(getattr(config, x, False) for x in ("qk_clip", "log_max_attention_logit"))
-        self.softmax_offset = softmax_offset(config, pg_collection)
+        self.softmax_offset = _sinks(config, pg_collection)
         self.up_weight: Callable[[], Tensor] | None = None
         """Returns the up-projection [H, R, Dk + Dv] of a layer that passes its latent and rope key."""
         if mla_latent != "off":
@@ -122,9 +117,9 @@ class BurstCoreAttention(Rebindable):
         size = 1 if group is None else group.size()
         burst = configured(self._asked, self.config, cp_comm_type, size)
         if size > 1:
-            shard_sequences_alone()
-            refuse_other_layout(burst.layout, packed_of(command_line()))
-            refuse_assumed_zigzag(self.config)
+            layouts.shard_sequences_alone()
+            layouts.refuse_other_layout(burst.layout, packed_of(command_line()))
+            layouts.refuse_assumed_zigzag(self.config)
         topology = self._topology_over(group, burst, levels)
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL else Mask.full()) & self.window
         try:
@@ -171,28 +166,28 @@ class BurstCoreAttention(Rebindable):
             raise ValueError(f"layer {self.layer_number}: burst attention takes no attention bias")
         kind = self.attn_mask_type if attn_mask_type is None else _legal(attn_mask_type, self.layer_number)
         topology = self._topology_of_call(packed_seq_params)
-        packed = self._packing(packed_seq_params, query.shape[0] * topology.size, topology.size)
-        if packed is not None and attention_mask is not None:
+        batch = self._packing(packed_seq_params, query.shape[0] * topology.size, topology.size)
+        if batch is not None and attention_mask is not None:
             raise ValueError(
                 f"layer {self.layer_number}: attention_mask must be None with packed sequences, whose "
                 f"cu_seqlens say what is masked"
             )
-        if packed is None and kind in PADDING:
+        if batch is None and kind in PADDING:
             raise ValueError(
                 f"layer {self.layer_number}: mask type {kind} needs packed sequences (PackedSeqParams of "
                 f"format thd), which say what is padding; without padding use causal or no_mask"
             )
-        if packed is None and query.shape[0] != key.shape[0]:
+        if batch is None and query.shape[0] != key.shape[0]:
             return self._decode(query, key, value, attention_mask, topology)
         if topology.size > 1:
-            refuse_other_layout(self.burst_config.layout)
+            layouts.refuse_other_layout(self.burst_config.layout)
         mask, config = Mask.causal() if kind in CAUSAL else Mask.full(), self.burst_config
         if attention_mask is not None:
             check = partial(self._refuse_other_mask, attention_mask, mask, query.shape[0], topology)
-            made_once(_CHECKED, [attention_mask], (mask, topology), check)  # layers get the same tensor
-        if packed is not None:
-            mask, config = mask & packed.documents, replace(config, layout=packed.layout)
-        q, k, v = (_batch_first(x, packed is not None) for x in (query, key, value))
+            layouts.made_once(_CHECKED, [attention_mask], (mask, topology), check)  # for all layers
+        if batch is not None:
+            mask, config = mask & batch.documents, replace(config, layout=batch.layout)
+        q, k, v = (_batch_first(x, batch is not None) for x in (query, key, value))
         # Only in checkpoints: under torch.compile a layer's name would compile each layer separately.
         with of_layer(f"layer {self.layer_number}") if entered.in_checkpoint else contextlib.nullcontext():
             out = burst_attention(
@@ -253,14 +248,14 @@ class BurstCoreAttention(Rebindable):
             )
         (new, n), device = (query.shape[0], key.shape[0]), query.device
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL or new == 1 else Mask.full()) & self.window
-        allowed = mask.allows(torch.arange(n - new, n, device=device), torch.arange(n, device=device))
-        if attention_mask is not None and not bool((attention_mask.expand(1, 1, new, n) == ~allowed).all()):
+        sees = mask.allows(torch.arange(n - new, n, device=device), torch.arange(n, device=device))
+        if attention_mask is not None and not bool((attention_mask.expand(1, 1, new, n) == ~sees).all()):
             raise ValueError(
                 f"layer {self.layer_number}: burst attention decodes by the layer's own mask "
                 f"({self.attn_mask_type}, window {self.window}): the attention_mask that came is another"
             )
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = attend_to_cache(q, k, v, allowed, Scores(self.softmax_scale), self.softmax_offset)
+        out = attend_to_cache(q, k, v, sees, Scores(self.softmax_scale), self.softmax_offset)
         return out.transpose(0, 1).flatten(2)
 
     def _packing(self, params: Any, n: int, size: int) -> Packing | None:
@@ -303,8 +298,8 @@ class BurstCoreAttention(Rebindable):
                 f"x all keys), got {tuple(attention_mask.shape)}"
             )
         queries = positions(n, rank=topology.rank, size=topology.size, layout=self.burst_config.layout)
-        allowed = mask.allows(queries, torch.arange(n)).to(attention_mask.device)
-        if not bool((attention_mask == ~allowed).all()):
+        sees = mask.allows(queries, torch.arange(n)).to(attention_mask.device)
+        if not bool((attention_mask == ~sees).all()):
             raise ValueError(
                 f"layer {self.layer_number}: attention_mask is not {mask}: masks of documents "
                 f"(--reset-attention-mask) and padding must come as packed sequences (PackedSeqParams)"
@@ -324,6 +319,26 @@ def _window(config: TransformerConfig, layer_number: int) -> Mask:
     if size is None or not is_layer_window_attention(size, skipping, layer_number):
         return Mask.full()
     return Mask.window(*size)
+
+
+def _sinks(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
+    """Return the sinks for config.softmax_type, [heads of this rank]; a Parameter if they are learnable.
+
+    The Parameter is marked as sharded by tensor parallelism: clipping norms include all ranks' heads.
+    """
+    kind = getattr(config, "softmax_type", "vanilla")
+    if kind == "vanilla":
+        return None
+    group = getattr(pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+    heads = config.num_attention_heads // group.size()
+    sinks = torch.zeros(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+    if kind == "off-by-one":
+        return sinks
+    sinks = torch.nn.Parameter(sinks)
+    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    if config.perform_initialization:
+        config.init_method(sinks)
+    return sinks
 
 
 def _legal(kind: AttnMaskType, layer_number: int) -> AttnMaskType:

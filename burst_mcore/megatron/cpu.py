@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import logging
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,17 +27,10 @@ from burst_mcore.wrap import around, wrap, wrap_everywhere
 
 logger = logging.getLogger(__name__)
 
-CPU_ARGUMENTS: tuple[str, ...] = (
-    *("--distributed-backend", "gloo"),
-    *("--transformer-impl", "local"),
-    "--use-cpu-initialization",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
+CPU_ARGUMENTS = shlex.split(
+    "--distributed-backend gloo --transformer-impl local --use-cpu-initialization "
+    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm"
 )
 """The flags for Megatron's trainer on a CPU, known to every version named above."""
 
@@ -75,7 +69,7 @@ def _patch_core() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # It defers to the start of CUDA, through functions that are imported by name.
-    random._set_cuda_rng_state = _set_rng_state
+    random._set_cuda_rng_state = _CUDA["set_rng_state"]
     # Splits of the all-to-all dispatcher of experts must be no tensors.
     token_dispatcher.maybe_move_tensor_to_cpu = _moved_already
     # Resuming a DistributedOptimizer over torch's Adam (no Transformer Engine, no Apex) fails on any device:
@@ -138,11 +132,8 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 def _to_cpu(value: Any) -> Any:
     """Return `value`, or the CPU for a CUDA device: "cuda:1", torch.device("cuda"), 1."""
-    if type(value) is int or (isinstance(value, str) and value.split(":")[0] == "cuda"):
-        return torch.device("cpu")
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    return value
+    is_cuda = isinstance(value, str | torch.device) and str(value).split(":")[0] == "cuda"
+    return torch.device("cpu") if type(value) is int or is_cuda else value
 
 
 _MODE = _CudaMeansCpu()
@@ -174,10 +165,6 @@ def _returns(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
-    torch.set_rng_state(new_state)
-
-
 _CUDA: dict[str, Any] = {
     "current_device": _returns(torch.device("cpu")),
     "device_count": _returns(1),  # to Megatron 0 means: no model parallel groups, no seed
@@ -196,7 +183,7 @@ _CUDA: dict[str, Any] = {
     "is_current_stream_capturing": _returns(False),
     # Random numbers: torch queues CUDA seeds until CUDA starts, which would be never.
     "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "set_rng_state": _set_rng_state,
+    "set_rng_state": lambda new_state, device=None, graph_safe=False: torch.set_rng_state(new_state),
     "manual_seed": torch.default_generator.manual_seed,
     # Memory statistics: torch's other ones are 0 without CUDA already.
     "memory_stats": _returns(defaultdict(int)),

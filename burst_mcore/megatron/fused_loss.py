@@ -138,8 +138,8 @@ class _ToMainGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, none: None) -> tuple[Tensor, None]:
         weight = ctx.weight
-        alone = not ctx.tied or getattr(weight, "zero_out_wgrad", False)
-        if alone and hasattr(weight, "grad_added_to_main_grad"):
+        is_only_user = not ctx.tied or getattr(weight, "zero_out_wgrad", False)
+        if is_only_user and hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = True
         return weight.new_zeros(()).expand_as(weight), None
 

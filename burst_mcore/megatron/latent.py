@@ -33,19 +33,19 @@ def hand_over_latents() -> None:
 
 
 @around
-def _handing_over(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _handing_over(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a layer's computation of query, key and value."""
     if getattr(self.core_attention, "mla_latent", "off") == "off":
         return original(self, *args, **kwargs)
-    cached = has_cache(original, self, *args, **kwargs)
-    self.core_attention.up_weight = None if cached else functools.partial(_weight, self)
-    if cached:
+    decodes = has_cache(original, self, *args, **kwargs)
+    self.core_attention.up_weight = None if decodes else functools.partial(_weight, self)
+    if decodes:
         return original(self, *args, **kwargs)
     with _taking_the_latent(self) as inputs:
-        query, key, _, *others = original(self, *args, **kwargs)
+        query, key, _, *latents = original(self, *args, **kwargs)
     (latent,) = inputs
     # As wide as a query: Megatron pads narrower values of packed sequences, and trims the output then.
-    return query, latent.unsqueeze(-2), key[..., :1, :], *others
+    return query, latent.unsqueeze(-2), key[..., :1, :], *latents
 
 
 def _weight(layer: Any) -> Tensor:
@@ -93,9 +93,9 @@ def _of_whole_rows(latent: Tensor, layer: Any) -> Tensor:
     if group is None or group.size() == 1:
         return latent
     if layer.config.sequence_parallel:
-        gathered: Tensor = gather_from_sequence_parallel_region(latent, group=group)
-        return gathered
-    copied: Tensor = copy_to_tensor_model_parallel_region(latent, group=group)
-    if copied.requires_grad:  # Megatron-Core 0.16 loses the sum of a gradient that is not contiguous
-        copied.register_hook(Tensor.contiguous)
-    return copied
+        rows: Tensor = gather_from_sequence_parallel_region(latent, group=group)
+        return rows
+    copy: Tensor = copy_to_tensor_model_parallel_region(latent, group=group)
+    if copy.requires_grad:  # Megatron-Core 0.16 loses the sum of a gradient that is not contiguous
+        copy.register_hook(Tensor.contiguous)
+    return copy

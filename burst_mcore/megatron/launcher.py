@@ -91,12 +91,12 @@ def install() -> None:
             wrap(stock, "__init__", _naming_our_flag)
 
 
-def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+def _with_our_flags(add_megatron_arguments: Callable) -> Callable:
     return lambda parser: add_arguments(add_megatron_arguments(parser))
 
 
 @around
-def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
+def _with_our_checks(validate: Callable, args: Any, *defaults: Any, **kwargs: Any) -> Any:
     """Wrap Megatron's check of its arguments: ours follows, and puts the options in effect.
 
     For max logits it demands TransformerEngine 2.9, which burst attention does not need. The arguments that
@@ -107,20 +107,20 @@ def _with_our_checks(validate: Callable[..., Any], args: Any, *others: Any, **kw
     if getattr(args, "burst_recompute", None):
         checkpoint_every_layer(args)
     is_min_version, print_args = arguments.is_te_min_version, arguments._print_args
-    accepted = ("2.9.0",) if uses_burst(args) else ()
+    versions = ("2.9.0",) if uses_burst(args) else ()
     replacements = {
-        "is_te_min_version": lambda x, *how: x in accepted or is_min_version(x, *how),
+        "is_te_min_version": lambda x, *how: x in versions or is_min_version(x, *how),
         "_print_args": lambda title, x: print_args(title, in_effect(x)),
     }
     with while_set(arguments, **replacements):
-        result = validate(args, *others, **kwargs)
+        result = validate(args, *defaults, **kwargs)
     use_options(args)
     return result
 
 
 @around
 def _with_burst_attention(
-    init: Callable[..., None], self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
+    init: Callable, self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Wrap the constructor of an attention module: with the flag, Megatron's core attention becomes ours.
 
@@ -139,7 +139,7 @@ def _with_burst_attention(
 
 
 @around
-def _naming_our_flag(init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+def _naming_our_flag(init: Callable, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of Megatron's core attentions: errors under context parallelism name our flag."""
     from burst_mcore.megatron.spec import STOCK
 

@@ -121,11 +121,11 @@ def refuse_other_layout(layout: Layout | str, packed: str = "documents") -> None
     """Raise ValueError unless Megatron's batches are sharded as a core attention and the flags expect."""
     packed = "whole" if packed == "whole" else _in_effect.packed
     if layout != _in_effect.layout or packed != _in_effect.packed:
-        whole = ", packed='whole'" * (packed == "whole")
+        option = ", packed='whole'" * (packed == "whole")
         raise ValueError(
             f"burst attention expects {Sharding(Layout.of(layout), packed)}, but Megatron shards sequences "
             f"and rotary positions by {_in_effect} over the context-parallel group: call "
-            f"burst_mcore.megatron.layouts.use_layout('{layout}'{whole}) before the model is built (the "
+            f"burst_mcore.megatron.layouts.use_layout('{layout}'{option}) before the model is built (the "
             f"launcher and the patches do), and give both the same layout"
         )
 
@@ -182,10 +182,11 @@ def forget_rotary_positions() -> None:
 
 
 @around
-def _slicing(original: Callable[..., Any], batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
+def _slicing(original: Callable, batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
     """Wrap Megatron's slicing of a batch: sequences by the current layout, other keys whole."""
     tokens = {n for key in TOKENS for n in getattr(batch.get(key), "shape", ())[1:2]}
-    sequences = {key: value for key, value in batch.items() if _is_sequence(key, value, tokens)}
+    dims = {key: 2 if key == "attention_mask" else 1 for key in batch if key not in METADATA}
+    sequences = {key: batch[key] for key, dim in dims.items() if _is_sequence(batch[key], dim, tokens)}
     if _in_effect.layout == ZIGZAG:
         batch.update(original(sequences, cp_group=cp_group))
         return batch
@@ -194,26 +195,18 @@ def _slicing(original: Callable[..., Any], batch: dict[str, Any], cp_group: Any 
 
         cp_group = parallel_state.get_context_parallel_group()
     for key, value in sequences.items():
-        batch[key] = _sharded(value, _sequence_dim(key), cp_group)
+        batch[key] = _sharded(value, dims[key], cp_group)
     return batch
 
 
-def _is_sequence(key: str, value: Any, tokens: set[int]) -> bool:
-    """Return whether a key of a batch has a number for each token; tokens: legal lengths of samples."""
-    dim = _sequence_dim(key)
-    if key in METADATA or not isinstance(value, Tensor) or value.dim() <= dim:
-        return False
-    return not tokens or value.shape[dim] in tokens
-
-
-def _sequence_dim(key: str) -> int:
-    return 2 if key == "attention_mask" else 1
+def _is_sequence(value: Any, dim: int, tokens: set[int]) -> bool:
+    """Return whether a value of a batch has a number for each token; tokens: legal lengths of samples."""
+    has_dim = isinstance(value, Tensor) and value.dim() > dim
+    return has_dim and (not tokens or value.shape[dim] in tokens)
 
 
 @around
-def _choosing_positions(
-    original: Callable[..., Tensor], pos_emb: Tensor, seq_dim: int, cp_group: Any
-) -> Tensor:
+def _choosing_positions(original: Callable, pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Any:
     """Wrap Megatron's choice of a rank's rows of the rotary embedding: by the current layout."""
     if _in_effect.layout == ZIGZAG or cp_group is None:
         return original(pos_emb, seq_dim, cp_group)
@@ -222,7 +215,7 @@ def _choosing_positions(
 
 @around
 def _choosing_positions_in_documents(
-    original: Callable[..., Any], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **options: Any
+    original: Callable, t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **options: Any
 ) -> Any:
     """Wrap Megatron's rotary embedding of packed tokens: in a whole batch documents may end at any token."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -282,7 +275,7 @@ def _sharded(x: Tensor, dim: int, group: Any) -> Tensor:
 
 
 @around
-def _refusing_unknown_modules(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def _refusing_unknown_modules(init: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a model's constructor: with another layout, modules that may assume zigzag raise."""
     init(self, *args, **kwargs)
     refuse_unknown_modules(self, self.config.context_parallel_size)
@@ -301,9 +294,7 @@ def refuse_unknown_modules(model: Any, size: int) -> None:
 
 
 @around
-def _refusing_unknown_models(
-    init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any
-) -> None:
+def _refusing_unknown_models(init: Callable, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the constructor of Megatron's modules: with another layout, other models raise."""
     kind, size = type(self), getattr(config, "context_parallel_size", 1)
     models = (base for base in kind.__mro__ if base.__module__.startswith("megatron.core.models."))
@@ -319,5 +310,5 @@ def _refusing_unknown_models(
 def _ignores_layouts(kind: type) -> bool:
     """Return whether modules of this class work on any layout; a user's class of the same name may not."""
     package = kind.__module__.split(".")[0]
-    ours = package in ("megatron", "transformer_engine", "burst_mcore")
-    return package == "torch" or (ours and kind.__name__ in WORK_ON_ANY_LAYOUT)
+    is_named = package in ("megatron", "transformer_engine", "burst_mcore")
+    return package == "torch" or (is_named and kind.__name__ in WORK_ON_ANY_LAYOUT)

@@ -26,7 +26,6 @@ class Packing:
 
     documents: Mask
     """A token sees the tokens of its own document; tokens of padding are documents of their own."""
-
     layout: Layout
     """The sharding over context-parallel ranks."""
 
@@ -49,8 +48,17 @@ def packing(params: Any, tokens: int, size: int, layout: Layout | str = ZIGZAG) 
     """
     if not _is_packed(params):
         return None
-    if size > 1:
-        _refuse_other_sharding(layout, getattr(params, "cp_partition_mode", None) or "zigzag")
+    mode = getattr(params, "cp_partition_mode", None) or "zigzag"
+    if size > 1 and layout != ZIGZAG and layout_of_packed() is None:
+        raise ValueError(
+            f"layout {layout} does not go with packed sequences, whose documents Megatron shards zigzag: use "
+            f"zigzag"
+        )
+    if size > 1 and mode != "zigzag":
+        raise ValueError(
+            f"packed_seq_params have cp_partition_mode {mode!r}: burst attention takes packed documents that "
+            f"are sharded zigzag"
+        )
     tensors = [getattr(params, name, None) for name in CU_SEQLENS]
     for name, x in zip(CU_SEQLENS, tensors, strict=True):
         if not (isinstance(x, Tensor) or (x is None and name != CU_SEQLENS[0])):
@@ -75,19 +83,6 @@ def _is_packed(params: Any) -> bool:
     return bool(params.qkv_format == "thd")
 
 
-def _refuse_other_sharding(layout: Layout | str, mode: str) -> None:
-    if layout != ZIGZAG and layout_of_packed() is None:
-        raise ValueError(
-            f"layout {layout} does not go with packed sequences, whose documents Megatron shards zigzag: use "
-            f"zigzag"
-        )
-    if mode != "zigzag":
-        raise ValueError(
-            f"packed_seq_params have cp_partition_mode {mode!r}: burst attention takes packed documents that "
-            f"are sharded zigzag"
-        )
-
-
 def roll_within_slots() -> None:
     """Patch Megatron's multi-token prediction to shift packed tokens within their padded slots.
 
@@ -101,14 +96,14 @@ def roll_within_slots() -> None:
 
 @around
 def _rolled(
-    roll: Callable[..., Any], x: Tensor, shifts: int, dims: int, params: Any, cp_group: Any, **others: Any
+    roll: Callable, x: Tensor, shifts: int, dims: int, params: Any, cp_group: Any, **kwargs: Any
 ) -> Any:
     shifted_params = copy.copy(params)
     if (slots := getattr(shifted_params, CU_SEQLENS[2], None)) is not None:
         shifted_params.cu_seqlens_q = slots
     if cp_group is not None and getattr(shifted_params, "local_cp_size", None) is not None:
         cp_group = shifted_params.cp_group  # None: this rank alone
-    return roll(x, shifts, dims, shifted_params, cp_group, **others)
+    return roll(x, shifts, dims, shifted_params, cp_group, **kwargs)
 
 
 _PACKINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()

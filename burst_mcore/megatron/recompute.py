@@ -42,6 +42,6 @@ def use_recompute(policy: Policy) -> None:
 
 
 @around
-def _keeping(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _keeping(checkpoint: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Wrap Megatron's checkpoint: attention in the checkpointed function is recorded."""
     return checkpoint(recorded(function, _in_effect), *args, **kwargs)

@@ -131,9 +131,8 @@ def of_latent(s: Settings) -> Rows:
     }
 
 
-def of_layer(source: Any, latent: str, **settings: Any) -> Rows:
-    """Return the unsupported settings of layers. latent: --burst-mla-latent; own: fields of one layer."""
-    s = Settings(source, **settings)
+def of_layer(s: Settings, latent: str) -> Rows:
+    """Return the unsupported settings of layers. latent: --burst-mla-latent."""
     return of_attention(s) | (of_latent(s) if latent != "off" else {})
 
 

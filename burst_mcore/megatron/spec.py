@@ -42,12 +42,12 @@ def core_attention_spec(burst_config: BurstConfig | None = None, mla_latent: str
     if burst_config is not None:
         params = {"burst_config": burst_config, "mla_latent": mla_latent or "off"}
         return ModuleSpec(module=BurstCoreAttention, params=params)
-    parsed = arguments.command_line()
-    use_burst(parsed)
+    command = arguments.command_line()
+    use_burst(command)
     params = {
-        "burst_config": arguments.burst_config(parsed),
-        "rates": arguments.rates_of(parsed),
-        "mla_latent": mla_latent or arguments.mla_latent(parsed),
+        "burst_config": arguments.burst_config(command),
+        "rates": arguments.rates_of(command),
+        "mla_latent": mla_latent or arguments.mla_latent(command),
     }
     return ModuleSpec(module=BurstCoreAttention, params=params)
 
@@ -82,19 +82,19 @@ def with_burst_attention(
             "burst_mcore.megatron.spec burst_hybrid_stack_spec, or use the patch with --options"
         )
     burst = core_attention_spec(burst_config, mla_latent)
-    result = _replaced(spec, burst, keeps=burst_config is None and mla_latent is None)
+    result = _with(spec, burst, keeps=burst_config is None and mla_latent is None)
     if result is spec:
         raise ValueError(f"no core attention of Megatron's own to replace in this spec: {spec}")
     return result
 
 
-def _replaced(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
+def _with(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
     """Return `node` with `burst` for each core attention within; the same object without any.
 
     keeps: existing burst attention is copied, not replaced.
     """
     if isinstance(node, FromArguments):
-        return _replaced(node.resolve(), burst, keeps)
+        return _with(node.resolve(), burst, keeps)
     module = node.module if isinstance(node, ModuleSpec) else node
     if any(module is stock for stock in STOCK):
         return burst
@@ -103,18 +103,18 @@ def _replaced(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
         return copy if keeps else burst
     if isinstance(node, functools.partial):
         parts = (node.func, *node.args), node.keywords
-        (func, *args), keywords = replaced = _replaced(parts, burst, keeps)
-        return node if replaced is parts else functools.partial(func, *args, **keywords)
+        (func, *args), keywords = new_parts = _with(parts, burst, keeps)
+        return node if new_parts is parts else functools.partial(func, *args, **keywords)
     if isinstance(node, dict):
-        replaced = {key: _replaced(value, burst, keeps) for key, value in node.items()}
-        return node if all(replaced[key] is node[key] for key in node) else replaced
+        table = {key: _with(value, burst, keeps) for key, value in node.items()}
+        return node if all(table[key] is node[key] for key in node) else table
     if isinstance(node, list | tuple):
-        replaced = [_replaced(value, burst, keeps) for value in node]
-        return node if all(x is y for x, y in zip(replaced, node, strict=True)) else type(node)(replaced)
+        values = [_with(value, burst, keeps) for value in node]
+        return node if all(x is y for x, y in zip(values, node, strict=True)) else type(node)(values)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
-        replaced = _replaced(fields, burst, keeps)
-        return node if replaced is fields else dataclasses.replace(node, **replaced)
+        new_fields = _with(fields, burst, keeps)
+        return node if new_fields is fields else dataclasses.replace(node, **new_fields)
     return node
 
 
@@ -164,20 +164,20 @@ def _local_layers(config: TransformerConfig, stock: Any) -> dict[str, Any]:
     """Return the layers of a hybrid stack with local modules and Megatron's own attention."""
     build = gpt_layer_specs.get_gpt_layer_local_spec
     options = {**_asked_of(config, build), "num_experts": None, "multi_latent_attention": False}
-    plain = build(**options).submodules
-    norm = plain.input_layernorm
+    layer = build(**options).submodules
+    norm = layer.input_layernorm
     linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     delta_net = _changed(stock.gdn_layer.submodules.self_attention, out_norm=norm, **linear)
     (mtp,) = stock.mtp_block_spec.submodules.layer_specs
     norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), WrappedTorchNorm)
     mtp = _changed(mtp, eh_proj=ColumnParallelLinear, **norms)
     kinds = [field.name for field in dataclasses.fields(stock) if field.name.endswith("_layer")]
-    attention, attends = plain.self_attention, {"input_layernorm": norm}
+    attention, attends = layer.self_attention, {"input_layernorm": norm}
     layers = {
         **dict.fromkeys(kinds, _NotLocal),  # Megatron's default is an identity
         "attention_layer": _changed(stock.attention_layer, self_attention=attention, **attends),
         "gdn_layer": _changed(stock.gdn_layer, self_attention=delta_net, **attends),
-        "mlp_layer": _changed(stock.mlp_layer, mlp=plain.mlp, pre_mlp_layernorm=norm),
+        "mlp_layer": _changed(stock.mlp_layer, mlp=layer.mlp, pre_mlp_layernorm=norm),
         "mtp_block_spec": _changed(stock.mtp_block_spec, layer_specs=[mtp]),
     }
     if config.multi_latent_attention:
@@ -217,12 +217,12 @@ class FromArguments(ModuleSpec):  # type: ignore[misc]
         self._resolve = resolve
 
     def resolve(self) -> ModuleSpec:
-        parsed = arguments.command_line()
-        if not vars(parsed):
+        command = arguments.command_line()
+        if not vars(command):
             raise RuntimeError("this spec follows Megatron's arguments, which it has not parsed yet")
         from megatron.training.arguments import core_transformer_config_from_args
 
-        return self._resolve(core_transformer_config_from_args(parsed))
+        return self._resolve(core_transformer_config_from_args(command))
 
     def __call__(self, args: Any, config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
         """Return the spec for `config`: slime calls the object of `--spec`, if it is callable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,18 +43,20 @@ class Columns:
         losses = cross_entropy(flat, labels, ignore_index=IGNORED, reduction="none")
         return (losses * self.weights.reshape(-1)).sum().div(options["num_items_in_batch"])
 
-    def why_unsupported(self, model: nn.Module, *beside: tuple[str, object]) -> str | None:
-        """Return why a forward does not support a tree. beside: (name, whether present) of obstacles."""
+    def why_unsupported(self, model: nn.Module, obstacles: Mapping[str, object]) -> str | None:
+        """Return why a forward does not support a tree. obstacles: by name, whether it is there."""
         if self.tree is None:
             return None
         try:
             Mask.tree(*nodes_of(self.tree))
         except ValueError as error:
             return str(error)
-        obstacles = [type(mixer).__name__ for mixer in mixers_of(model).values()]
+        names = [type(mixer).__name__ for mixer in mixers_of(model).values()]
         chunks = any(getattr(getattr(m, "config", 0), "attention_chunk_size", 0) for m in model.modules())
-        obstacles += [name for name, is_there in (("attention in chunks", chunks), *beside) if is_there]
-        return f"{obstacles[0]} does not know its branches: use rows apart" if obstacles else None
+        names += [
+            name for name, is_there in (("attention in chunks", chunks), *obstacles.items()) if is_there
+        ]
+        return f"{names[0]} does not know its branches: use rows apart" if names else None
 
     def why_not_its_depths(self, positions: Tensor) -> str | None:
         """Return why positions of a whole row, [1, tokens], differ from the tree's depths; None if equal."""

@@ -86,8 +86,8 @@ def fold(
         keys = list(torch.arange(sum(map(len, rows))).split([*map(len, rows)]))
         keys, rows, label_flags, factors = _along_paths(parents, keys, rows, label_flags, factors)
     if not rows or not all(map(len, rows)):
-        empty = [i for i, row in enumerate(rows) if not len(row)]
-        raise ValueError(f"rollouts {empty} have no tokens" if rows else "there are no rollouts to fold")
+        indices = [i for i, row in enumerate(rows) if not len(row)]
+        raise ValueError(f"rollouts {indices} have no tokens" if rows else "there are no rollouts to fold")
     places, tree = _packed(keys)
     ids, positions, labels = (torch.full((int(tree.view(2, -1)[1].sum()),), x) for x in (0, 0, IGNORED))
     factor_of = torch.zeros(len(ids))
@@ -128,9 +128,9 @@ def _packed(keys: list[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 def _shared(a: Tensor, b: Tensor) -> int:
     """Return the number of tokens that two rollouts share with their labels. A last token has no label."""
-    least = min(len(a), len(b))
-    differ = (a[:least] != b[:least]).nonzero()
-    return max(0, int(differ[0]) - 1) if len(differ) else least
+    length = min(len(a), len(b))
+    differences = (a[:length] != b[:length]).nonzero()
+    return max(0, int(differences[0]) - 1) if len(differences) else length
 
 
 def _along_paths(parents: Sequence[int], *of_nodes: list[Tensor]) -> list[list[Tensor]]:
@@ -156,7 +156,7 @@ def _numbers(name: str, rows: list[Tensor], every: Sequence[Any] | Tensor | None
     for i, (row, entry) in enumerate(zip(rows, entries, strict=True)):
         values = tensor_of(f"{name} of rollout {i} must be numbers", entry, dtype=torch.float32)
         if values.shape not in ((), row.shape) or not bool(values.isfinite().all()):
-            shown = brief(values.tolist())
-            raise ValueError(f"{name} of rollout {i} are 1 or {len(row)} finite numbers, got {shown}")
+            value = brief(values.tolist())
+            raise ValueError(f"{name} of rollout {i} are 1 or {len(row)} finite numbers, got {value}")
         numbers.append(values.expand(row.shape))
     return numbers

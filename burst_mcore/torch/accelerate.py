@@ -69,7 +69,8 @@ def _places() -> list[Place]:
         (fsdp_utils, "_find_final_norm", _final_norm),
         (TrainingArguments, "__post_init__", _with_packing),
         (Trainer, "__init__", _with_references),
-        (Trainer, "_prepare_context_parallel_inputs", lambda _: _whole_inputs),
+        # Batches stay whole: their model shards them.
+        (Trainer, "_prepare_context_parallel_inputs", lambda _: lambda self, model, x: (nullcontext, x)),
     ]
 
 
@@ -116,13 +117,10 @@ def _with_references(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         if name.startswith("trl.trainer.") and "prepare_fsdp" in vars(module):
             _replaced.replace(module, "prepare_fsdp", _preparing_reference)
     init(self, *args, **kwargs)
-    if sharing(self, "cp_size") > 1:
-        self.burst_packing = {name: vars(self.args)[name] for name in PACKING if name in vars(self.args)}
-        vars(self.args).update(dict.fromkeys(self.burst_packing, False))
-
-
-PACKING = ("packing", "eval_packing")
-"""Arguments of TRL's SFTTrainer, which refuses them under cp_size: torch's ring mixes documents of a row."""
+    if sharing(self, "cp_size") > 1:  # SFTTrainer refuses packing then: torch's ring mixes documents of a row
+        names = vars(self.args).keys() & {"packing", "eval_packing"}
+        self.burst_packing = {name: getattr(self.args, name) for name in names}
+        vars(self.args).update(dict.fromkeys(names, False))
 
 
 @around
@@ -150,8 +148,3 @@ def _preparing_reference(prepare_fsdp: Any, model: Any, accelerator: Any, *args:
     if sharing(accelerator, "cp_size") > 1:
         _prepare(model, accelerator)
     return prepare_fsdp(model, accelerator, *args)
-
-
-def _whole_inputs(_: Any, model: Any, inputs: Any) -> Any:
-    """Trainer._prepare_context_parallel_inputs: batches stay whole; their model shards them."""
-    return nullcontext, inputs

@@ -79,8 +79,8 @@ def parallelize(
     )
     refuse_differences("configuration", (group.size(), settings, loss, policy, reduction, towers))
     if is_of_transformers(model):
-        how: dict[str, Any] = {"fused_loss": loss == "fused", "recompute": policy, "towers": towers}
-        sequence = prepare_model(model, group=group, config=settings, **how)
+        options: dict[str, Any] = {"fused_loss": loss == "fused", "recompute": policy, "towers": towers}
+        sequence = prepare_model(model, group=group, config=settings, **options)
         sequence.factor = factor = Reduction(model, group, reduction)
         return ContextParallel(model, group, sequence.topology, settings, factor, sequence.sharding)
     refuse_differences("model", fingerprint(model))
@@ -116,8 +116,8 @@ class ContextParallel:
         Raises:
             RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
         """
-        whole = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        return self._at("cp.shard", lambda: shard_of_whole_batch(whole, self._sharding, self.group)[0])
+        columns = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        return self._at("cp.shard", lambda: shard_of_whole_batch(columns, self._sharding, self.group)[0])
 
     def _at(self, sync_point: str, do: Callable[[], T]) -> T:
         """Return `do()`, to which all ranks of a sequence come, and which fails on all of them or on none.
@@ -140,8 +140,8 @@ class ContextParallel:
         """
         device = device or next(iter(self.model.parameters()), torch.empty(0)).device
         loader = ShardedLoader(data, group=self.group, own=own, device=device, **self._sharding)
-        alone = loader.agreed
-        loader.agreed = lambda load: self._at("cp.loader", lambda: alone(load))  # type: ignore[method-assign]
+        original = loader.agreed
+        loader.agreed = lambda load: self._at("cp.loader", lambda: original(load))  # type: ignore[method-assign]
         return loader
 
     def positions(self, tokens: int) -> Tensor:
@@ -161,8 +161,8 @@ class ContextParallel:
             x: [rows, local tokens, ...].
             tokens: of the whole sequence, without the padding for the layout; None keeps that.
         """
-        whole: Tensor = WholeTokens.apply(x, self.group, self.layout, self._factor)  # type: ignore[no-untyped-call]
-        return whole[:, :tokens]
+        sequence: Tensor = WholeTokens.apply(x, self.group, self.layout, self._factor)  # type: ignore[no-untyped-call]
+        return sequence[:, :tokens]
 
     def whole_loss(self, total: Tensor, count: Tensor | float) -> Tensor:
         """Return the sum of all ranks' `total` over the sum of their `count`: the whole sequence's mean.
@@ -187,14 +187,14 @@ class ContextParallel:
         Raises:
             RefusedError: on all ranks: another model, a loss that is not fused, no labels, odd temperatures.
         """
-        read = partial(self._labels, model, batch, temperature)
-        labels = self._at("cp.token_stats", lambda: on_all_ranks(read, self.group))
-        patched = patch_of(self.model)
-        if patched is None:
+        read_labels = partial(self._labels, model, batch, temperature)
+        labels = self._at("cp.token_stats", lambda: on_all_ranks(read_labels, self.group))
+        patch = patch_of(self.model)
+        if patch is None:
             raise RefusedError("loss", "the model's loss is not fused: write parallelize(..., loss='fused')")
-        with while_set(patched[1], compute=partial(statistics_of_call, temperature)):
-            found: Tensor = model(**batch)
-        return TokenStats(*found.view(2, *labels.shape))
+        with while_set(patch[1], compute=partial(statistics_of_call, temperature)):
+            statistics: Tensor = model(**batch)
+        return TokenStats(*statistics.view(2, *labels.shape))
 
     def _labels(self, model: nn.Module, batch: Mapping[str, Any], temperature: Tensor | float) -> Tensor:
         """Return the labels of a call of `token_stats`, if that is legal."""
@@ -230,15 +230,15 @@ class ContextParallel:
             documents: cu_seqlens of the sequence.
             tokens: of the whole sequence before padding, where documents end before.
         """
-        seen = Mask.causal() if mask is None else mask
+        mask = Mask.causal() if mask is None else mask
         if documents is None:
-            return seen
-        packed = Mask.documents(documents if isinstance(documents, Tensor) else [*documents])
-        ends: list[int] = packed.document_ends.tolist()  # type: ignore[union-attr]  # it has documents
+            return mask
+        of_documents = Mask.documents(documents if isinstance(documents, Tensor) else [*documents])
+        ends: list[int] = of_documents.document_ends.tolist()  # type: ignore[union-attr]  # it has some
         if tokens is not None and tokens < ends[-1]:
             raise RefusedError("mask", f"documents end at {ends[-1]}, beyond the sequence's {tokens} tokens")
         last = self.padded(ends[-1] if tokens is None else tokens)
-        return seen & Mask.documents(ends if ends[-1] == last else [*ends, last])
+        return mask & Mask.documents(ends if ends[-1] == last else [*ends, last])
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, **options: Any) -> Tensor:
         """Attention of this rank's tokens to the whole sequence, for models that are not of transformers.
@@ -268,21 +268,25 @@ def _read(
         refuse_versions("transformers")
     settings, policy = options_of(config, loss, checkpointing, towers)
     _refuse_word("reduction", reduction, WORDS)
-    other = None if is_of_transformers(model) else f"{type(model).__name__} is no causal LM of transformers"
-    if other and loss == "fused":
-        how = 'pass loss="model", call cp.attention in its layers, and make its loss by cp.whole_loss'
-        raise RefusedError("loss", f"{other}: {how}")
-    if other and policy is not None:
-        raise RefusedError("checkpointing", f"{other}: use burst_mcore.checkpointing.checkpoint")
+    if not is_of_transformers(model):
+        text = f"{type(model).__name__} is no causal LM of transformers"
+        if loss == "fused":
+            how = 'pass loss="model", call cp.attention in its layers, and make its loss by cp.whole_loss'
+            raise RefusedError("loss", f"{text}: {how}")
+        if policy is not None:
+            raise RefusedError("checkpointing", f"{text}: use burst_mcore.checkpointing.checkpoint")
     return _group_of(mesh), settings, policy
 
 
 def _tensor_parallel(model: nn.Module, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     """Return the ranks over which tensor parallelism has sharded a model, before FSDP2 or behind its dims."""
-    meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    last, own = (mesh.get_group(mesh.ndim - 1) for mesh in meshes), {*dist.get_process_group_ranks(group)}
-    # FSDP2's own last dim has several ranks of a sequence, or replicas, which wait for this rank as well.
-    return next((tp for tp in last if len(own & {*dist.get_process_group_ranks(tp)}) == 1), None)
+    ranks = {*dist.get_process_group_ranks(group)}
+    for mesh in (p.device_mesh for p in model.parameters() if isinstance(p, DTensor)):
+        last_dim = mesh.get_group(mesh.ndim - 1)
+        # FSDP2's own last dim has several ranks of a sequence, or replicas, which wait for this rank as well.
+        if len(ranks & {*dist.get_process_group_ranks(last_dim)}) == 1:
+            return last_dim
+    return None
 
 
 def options_of(config: Any, loss: Any, checkpointing: Any, towers: Any) -> tuple[BurstConfig, Policy | None]:
@@ -303,10 +307,8 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
         return mesh
     if isinstance(mesh, DeviceMesh) and (mesh.ndim == 1 or DIM in (mesh.mesh_dim_names or ())):
         return (mesh if mesh.ndim == 1 else mesh[DIM]).get_group()
-    text = (
-        f'give the dim of a DeviceMesh whose ranks share sequences, as mesh["{DIM}"], or their process group'
-    )
-    raise RefusedError("mesh", f"{text}, got {mesh!r}")
+    dim = f'the dim of a DeviceMesh whose ranks share sequences, as mesh["{DIM}"]'
+    raise RefusedError("mesh", f"give {dim}, or their process group, got {mesh!r}")
 
 
 def _refuse_word(name: str, value: Any, legal: Iterable[str], more: str = "") -> None:

@@ -45,7 +45,7 @@ class Reduction:
             return float(size)
         if self._groups is None:
             self._groups = self._reduced_by_fsdp()
-        sums = {_sums(group) for group in self._groups}
+        sums = {x.gradient_divide_factor not in (None, x.mesh_info.mesh.size()) for x in self._groups}
         if len(sums) > 1:
             text = "some modules under fully_shard average gradients, others sum them"
             raise RefusedError("reduction", f"{text}: set_gradient_divide_factor must be alike on all")
@@ -68,20 +68,20 @@ class Reduction:
     def _reduced_by_fsdp(self) -> list[Any]:
         """Return FSDP2's groups that hold parameters of the model, which must hold all that are trained."""
         groups: list[Any] = []
-        trained = {
+        paths = {
             (id(module), name): f"{path}.{name}".lstrip(".")
             for path, module in self._model.named_modules()
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.requires_grad
         }
         for group in _groups():
-            held = trained.keys() & {place for each in group.fsdp_params for place in _places(each)}
-            if held and not self._within(group.mesh_info.mesh.mesh.flatten().tolist()):
+            places = paths.keys() & {place for each in group.fsdp_params for place in _places(each)}
+            if places and not self._within(group.mesh_info.mesh.mesh.flatten().tolist()):
                 raise RefusedError("reduction", self._text("the mesh of fully_shard has not all ranks of cp"))
-            groups += [group] if held else []
-            trained = {place: path for place, path in trained.items() if place not in held}
-        if trained:
-            raise RefusedError("reduction", self._text(f"nothing reduces {next(iter(trained.values()))}"))
+            groups += [group] if places else []
+            paths = {place: path for place, path in paths.items() if place not in places}
+        if paths:
+            raise RefusedError("reduction", self._text(f"nothing reduces {next(iter(paths.values()))}"))
         if not groups and getattr(self._model, "_is_fsdp_managed_module", False):
             raise RefusedError("reduction", self._text("FSDP 1 does not say over which ranks it reduces"))
         return groups
@@ -119,8 +119,3 @@ def _places(parameter: Any) -> Iterator[tuple[int, str]]:
     yield id(info.module), info.param_name
     for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
         yield id(module), name
-
-
-def _sums(group: Any) -> bool:
-    divisor = group.gradient_divide_factor
-    return divisor is not None and divisor != group.mesh_info.mesh.size()

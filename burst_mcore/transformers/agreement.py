@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from burst_mcore.agreement.agreement import Claim
+from burst_mcore.agreement.agreement import Agreed, Agreement, Claim
 from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.topology import Topology
@@ -17,11 +16,10 @@ from burst_mcore.transformers.errors import RefusedError
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def refused_by_others(name: str = "another rank") -> Iterator[None]:
-    """Give the error of a meeting a name."""
+def agreed(agreement: Agreement, claim: Claim, name: str = "another rank") -> Agreed:
+    """Return the meeting of the ranks with a claim, whose error is a RefusedError of this name."""
     try:
-        yield
+        return agreement.meet(claim)
     except ValueError as error:
         raise RefusedError(name, str(error)) from None
 
@@ -35,8 +33,7 @@ def meet(topology: Topology, sync_point: str, *numbers: int) -> list[list[int]]:
         RefusedError: named "another rank", on all of them, at once: some call burst at another sync point.
         RuntimeError: a rank has ended, or did not come within the group's time-out; says where it was last.
     """
-    with refused_by_others():
-        return [[*each] for each in agreement_of(topology).meet(Claim({"at": sync_point}, numbers)).numbers]
+    return [[*each] for each in agreed(agreement_of(topology), Claim({"at": sync_point}, numbers)).numbers]
 
 
 def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -51,12 +48,10 @@ def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     agreement = agreement_over(group or dist.group.WORLD)
     with agreement.refusing():
         result = do()
-    with refused_by_others():
-        agreement.meet(Claim({}))
+    agreed(agreement, Claim({}))
     return result
 
 
-def refuse_differences(name: str, mine: Any) -> None:
+def refuse_differences(name: str, value: Any) -> None:
     """Raise RefusedError, named `name`, on all ranks, if their values print differently. Collective."""
-    with refused_by_others(name):
-        agreement_over(dist.group.WORLD).meet(Claim({name: str(mine)}))
+    agreed(agreement_over(dist.group.WORLD), Claim({name: str(value)}), name)

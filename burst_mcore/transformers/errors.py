@@ -36,5 +36,5 @@ def refuse_versions(*packages: str) -> None:
         first, end = SUPPORTED[package]
         actual = Version(version(package))
         if not Version(first) <= actual < Version(end):
-            tested = f"tested are releases from {first} to below {end}"
-            raise RefusedError("versions", f"{package} {actual} is installed, {tested}")
+            text = f"{package} {actual} is installed, tested are releases from {first} to below {end}"
+            raise RefusedError("versions", text)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +28,8 @@ logger = logging.getLogger("burst_mcore")
 
 SEQUENCE = "_burst_mcore_sequence"
 """The attribute of a prepared model that has its `SequenceParallel`."""
+CHECKPOINTING = "_burst_mcore_checkpointing"
+"""The attribute of a model with a policy that has its users' settings, by path of a module."""
 TOWERS = ("shared", "whole")
 """How ranks make the features of images: each those of some, or each those of all."""
 
@@ -61,21 +61,22 @@ def prepare_model(
     refuse_differences("model", fingerprint(model))
     topology = on_all_ranks(lambda: _connected(model, group, config))
     meet(topology, "the preparation of a model")
-    called = supported.called_for(model, inner)
-    if SEQUENCE not in vars(called):
-        vars(called)[SEQUENCE] = hooks = SequenceParallel(called, topology, None, config)
-        hooks.text = supported.text_tower(inner)
+    outermost = supported.called_for(model, inner)
+    if SEQUENCE not in vars(outermost):
+        vars(outermost)[SEQUENCE] = hooks = SequenceParallel(outermost, inner)
         hooks.batches = ShardedBatch(hooks) if hooks.text is None else WholeBatch(hooks)
         if hooks.text is not None:
             attach_text(hooks.text)
             attach_towers(inner, hooks)
-    vars(model)[SEQUENCE] = sequence = sequence_of(called)
-    sequence.topology, sequence.config, sequence.shares_towers = topology, config, towers == "shared"
+    vars(model)[SEQUENCE] = sequence = sequence_of(outermost)
+    sequence.topology, sequence.config = topology, config
     sequence.group = group if size > 1 else None
-    sequence.most_positions, sequence.types = supported.position_table(inner), supported.types_of(inner)
-    sequence.makes_loss = supported.makes_loss(inner)
-    sequence.sharding = _sharding(inner, config, sequence.types)
-    sequence.sharding |= {} if sequence.text is None else {"whole": True}
+    sequence.shares_towers = towers == "shared"
+    limit = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    if any(map(depends_on_length, inner.modules())):
+        limit = 0  # padding must not make the sequence look longer: its positions start again from 0
+    sequence.sharding = {"layout": config.layout, "max_positions": limit, "types": sequence.types}
+    sequence.sharding["whole"] = sequence.text is not None
     if dist.get_rank() == 0:
         groups = dist.get_world_size() // size
         logger.warning(f"burst_mcore: {size} ranks share each sequence, {groups} CP group(s); {loss}")
@@ -94,7 +95,7 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     return sequence
 
 
-def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -> tuple[str, nn.Module]:
+def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -> tuple[str, Any]:
     """Set attention, loss and recompute of a model, without communication.
 
     Returns:
@@ -107,7 +108,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
     loss = "the model makes no loss"
     if supported.makes_loss(inner):
         loss = "the loss is the model's own, of logits"
-        supported.checked_loss(inner)
+        supported.check_loss(inner)
     if supported.has_fused_head(inner):
         loss = "the loss is left to TRL's fused head"
     elif fused_loss:
@@ -131,16 +132,6 @@ def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstC
     return topology
 
 
-def _sharding(model: nn.Module, config: BurstConfig, types: str | None) -> dict[str, Any]:
-    """Return how a model's batches are sharded: keyword arguments of `ShardedLoader`."""
-    settings: Any = model.config
-    text = settings.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if any(map(depends_on_length, model.modules())):
-        limit = 0  # padding must not make the sequence look longer: its positions start again from 0
-    return {"layout": config.layout, "max_positions": limit, "types": types}
-
-
 def attach_checkpointing(model: Any, policy: Policy | None) -> None:
     """Make the layers of a model of transformers recompute by a policy instead of their own setting.
 
@@ -149,34 +140,28 @@ def attach_checkpointing(model: Any, policy: Policy | None) -> None:
     Raises:
         RefusedError: the model does not support checkpointing.
     """
-    for path, (on, function) in _USERS.pop(model, {}).items():
-        module: Any = model.get_submodule(path)
-        module.gradient_checkpointing = on
-        module._gradient_checkpointing_func = function
+    for path, settings in vars(model).pop(CHECKPOINTING, {}).items():
+        vars(model.get_submodule(path)).update(settings)
     if policy is None:
         return
     if not model.supports_gradient_checkpointing:
-        name = type(model).__name__
-        text = f"{name} does not support gradient checkpointing: leave the policy at none"
+        text = f"{type(model).__name__} does not support gradient checkpointing: leave the policy at none"
         raise RefusedError("checkpointing", text)
-    _USERS[model] = {
-        path: (module.gradient_checkpointing, getattr(module, "_gradient_checkpointing_func", None))
+    names = "gradient_checkpointing", "_gradient_checkpointing_func"
+    vars(model)[CHECKPOINTING] = {
+        path: {name: getattr(module, name, None) for name in names}
         for path, module in model.named_modules()
         if hasattr(module, "gradient_checkpointing")
     }
-    with warnings.catch_warnings():  # its newer name is not in all releases that are supported
-        warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable. is deprecated", FutureWarning)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy.contexts})
-
-
-_USERS: WeakKeyDictionary[nn.Module, dict[str, tuple[bool, Any]]] = WeakKeyDictionary()
-"""By model and path of a module, its state before ours: (whether it is checkpointed, by which function)."""
+    # The newer name is not in all releases that are supported.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "context_fn": policy.contexts})
 
 
 def fingerprint(model: nn.Module) -> str:
     """Return words that are equal on ranks with equal models: class, number and digest of parameters."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     settings: Any = getattr(model, "config", None)
-    told = settings.to_json_string() if hasattr(settings, "to_json_string") else ""
-    name = digest(f"{shapes}{told}")
+    config = settings.to_json_string() if hasattr(settings, "to_json_string") else ""
+    name = digest(f"{shapes}{config}")
     return f"a {type(model).__name__} of {len(shapes)} parameters (digest of shapes and config {name})"

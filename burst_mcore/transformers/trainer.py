@@ -25,13 +25,12 @@ from burst_mcore.wrap import Replaced, around, while_set
 AnyMethod = Callable[..., Any]
 Place = tuple[Any, str, Callable[[Any], Any]]
 """Where a name is replaced, which name, and what makes of its own value ours."""
-REPLACED = {"sp_size": Replaced(), "cp_size": Replaced()}
-"""By setting of Accelerate's ParallelismConfig, what stands for the packages that it asks for."""
 CALLS = {
     "sp_size": "burst_mcore.deepspeed.replace_ulysses()",
     "cp_size": "burst_mcore.torch.replace_context_parallel()",
 }
-"""The functions that fill `REPLACED`."""
+"""By setting of Accelerate's ParallelismConfig, the function that replaces what it asks for."""
+REPLACED = {setting: Replaced() for setting in CALLS}
 
 logger = logging.getLogger("burst_mcore")
 ALONE = "burst_mcore_alone"
@@ -67,12 +66,12 @@ def with_groups(prepare: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any
     Raises:
         RefusedError: ranks share sequences by a setting, or over an engine, for which nothing was replaced.
     """
-    called = [setting for setting, replaced in REPLACED.items() if replaced]
+    settings = [setting for setting, replacements in REPLACED.items() if replacements]
     sizes = {setting: getattr(self.parallelism_config, setting, 1) for setting in REPLACED}
-    for setting in (setting for setting, size in sizes.items() if size > 1 and setting not in called):
-        (other,) = called
-        needs = f"{setting}={sizes[setting]} needs {CALLS[setting]}, and {CALLS[other]} was called"
-        raise RefusedError("configuration", f"{needs}: call the first, or write {other}={sizes[setting]}")
+    for setting in (setting for setting, size in sizes.items() if size > 1 and setting not in settings):
+        (legal,) = settings
+        needs = f"{setting}={sizes[setting]} needs {CALLS[setting]}, and {CALLS[legal]} was called"
+        raise RefusedError("configuration", f"{needs}: call the first, or write {legal}={sizes[setting]}")
     if sizes["sp_size"] > 1 and self.distributed_type != "DEEPSPEED":  # of FSDP 1 Accelerate says it itself
         text = "needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a DeepSpeedPlugin"
         raise RefusedError("configuration", f"sp_size={sizes['sp_size']} {text}")
@@ -81,8 +80,8 @@ def with_groups(prepare: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any
         if self.is_main_process:
             logger.warning(
                 f"burst_mcore: no sequence is shared, each of {self.num_processes} processes has its own: "
-                f"give the Trainer or Accelerator a ParallelismConfig with {' or '.join(called)}, or set "
-                f"ACCELERATE_USE_PARALLELISM_CONFIG=true and PARALLELISM_CONFIG_{called[0].upper()}"
+                f"give the Trainer or Accelerator a ParallelismConfig with {' or '.join(settings)}, or set "
+                f"ACCELERATE_USE_PARALLELISM_CONFIG=true and PARALLELISM_CONFIG_{settings[0].upper()}"
             )
     return prepare(self, *args, **kwargs)
 
@@ -129,8 +128,8 @@ def with_logits(
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
     loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
-    alone = while_set(self.args, average_tokens_across_devices=False)
-    with alone, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
+    own_labels = while_set(self.args, average_tokens_across_devices=False)
+    with own_labels, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
 
 
@@ -149,12 +148,12 @@ def operations_of_a_rank(original: AnyMethod, self: Any, inputs: Any) -> float:
     Parameters that ZeRO-3 has sharded are counted too: the Trainer sees none of their entries.
     """
     column = self.model.main_input_name
-    if sharing(self) == 1 or column not in inputs:  # GRPO's is a list of prompts
-        return float(original(self, inputs)) / sharing(self)
-    left_out = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
-    sharded = (p for p in self.model.parameters() if not p.numel() and id(p) not in left_out)
-    operations = 6 * inputs[column].numel() * sum(getattr(p, "ds_numel", 0) for p in sharded)
-    return float(original(self, inputs) + operations) / sharing(self)
+    operations = original(self, inputs)
+    if sharing(self) > 1 and column in inputs:  # GRPO's inputs are a list of prompts
+        embeddings = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        shards = (p for p in self.model.parameters() if not p.numel() and id(p) not in embeddings)
+        operations += 6 * inputs[column].numel() * sum(getattr(p, "ds_numel", 0) for p in shards)
+    return float(operations) / sharing(self)
 
 
 @around
@@ -176,9 +175,7 @@ def labels_of_batches(original: AnyMethod, self: Any, batch_samples: Any, device
 
 
 @around
-def reports_of_batches(
-    original: AnyMethod, self: Any, input_data: Any, use_gather_object: bool = False
-) -> Any:
+def reports_of_batches(gather: AnyMethod, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Accelerator.gather_for_metrics: of ranks that report of one batch, the first counts.
 
     In the last load of a dataset no sample counts that Accelerate has repeated.
@@ -186,7 +183,7 @@ def reports_of_batches(
     from accelerate.utils.operations import gather_object, recursively_apply
 
     if sharing(self) == 1:
-        return original(self, input_data, use_gather_object)
+        return gather(self, input_data, use_gather_object)
     alike = sharing(self) * int(self.parallelism_config.tp_size)
 
     def counted(parts: list[Any]) -> list[Any]:
@@ -214,11 +211,10 @@ def without_repeated_rows(original: AnyMethod, self: Any, inputs: Any) -> Any:
     last = None if self.model.training or replicas == 1 else _last_load(self.accelerator, replicas)
     if last is not None and "labels" in inputs:
         samples, rows = last
-        left = samples - dist.get_rank() // self.get_tp_size() * rows
-        if 0 < left < rows and all(
-            isinstance(x, Tensor) and x.shape[:-1] == (rows,) for x in inputs.values()
-        ):
-            inputs = {name: x[:left] for name, x in inputs.items()}
+        count = samples - dist.get_rank() // self.get_tp_size() * rows
+        are_samples = all(isinstance(x, Tensor) and x.shape[:-1] == (rows,) for x in inputs.values())
+        if 0 < count < rows and are_samples:
+            inputs = {name: x[:count] for name, x in inputs.items()}
     return original(self, inputs)
 
 

@@ -101,14 +101,14 @@ def follow_groups() -> None:
 _signature = cache(inspect.signature)
 
 
-def has_cache(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def has_cache(forward: Callable, *args: Any, **kwargs: Any) -> bool:
     """Return whether a call of a layer's function has an inference context."""
     arguments = _signature(forward).bind(*args, **kwargs).arguments
     return any(arguments.get(name) is not None for name in ("inference_context", "inference_params"))
 
 
 @around
-def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_one_group(forward: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the forward of an attention module: core attention and model must have the same group."""
     core, group = getattr(self, "core_attention", None), _group_of(self)
     if not isinstance(core, Rebindable):
@@ -126,11 +126,11 @@ def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
             f"layer {core.layer_number}: the model's context_parallel_size is 1, but its context-parallel "
             f"process group has {group.size()} ranks"
         )
-    for name, other in (("core attention", core.cp_group), ("model", _of_model or group)):
-        if other is not group and _ranks(other) != _ranks(group):
+    for name, its_group in (("core attention", core.cp_group), ("model", _of_model or group)):
+        if its_group is not group and _ranks(its_group) != _ranks(group):
             raise ValueError(
                 f"layer {core.layer_number}: the context-parallel group of the layer has ranks "
-                f"{_ranks(group)}, that of its {name} {_ranks(other)}: bind one group to all modules "
+                f"{_ranks(group)}, that of its {name} {_ranks(its_group)}: bind one group to all modules "
                 f"(pg_collection, and set_context_parallel_group of core attention)"
             )
     with _going_by(self, group):
@@ -138,7 +138,7 @@ def _of_one_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 
 
 @around
-def _of_its_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_its_group(forward: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the forward of a language model: with burst attention, positions use the model's group."""
     global _of_model
     group, outer = _group_of(self), _of_model
@@ -154,7 +154,7 @@ def _of_its_group(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 
 
 @around
-def _of_the_group_as_built(build: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_the_group_as_built(build: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the schedule that overlaps experts' messages: it computes positions outside of forward.
 
     So a rebound group, which these positions would not follow, raises.
@@ -179,7 +179,7 @@ def _is_bound_anew(model: Any, group: Any) -> bool:
 
 @around
 def _of_the_group_of_its_constructor(
-    forward: Callable[..., Any], self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    forward: Callable, self: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
 ) -> Any:
     """Wrap the forward of Mamba and gated delta net, which keep the group of their constructor.
 
@@ -195,8 +195,8 @@ def _of_the_group_of_its_constructor(
             f"{type(self).__name__} keeps the context-parallel group of its constructor, of size {size}, but "
             f"the {'call' if of_call else 'model'} has ranks {_ranks(target)}: keep the group of such a model"
         )
-    packed = getattr(params, "qkv_format", None) == "thd"
-    if packed and owner is not self and getattr(params, "seq_idx", params) is None:
+    is_packed = getattr(params, "qkv_format", None) == "thd"
+    if is_packed and owner is not self and getattr(params, "seq_idx", params) is None:
         raise ValueError(
             f"{type(self).__name__} tells packed documents apart by seq_idx, which packed_seq_params lack: "
             "give PackedSeqParams their total_tokens"

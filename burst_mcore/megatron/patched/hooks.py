@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from burst_mcore.wrap import around
+from burst_mcore.checkpointing import Full
+from burst_mcore.megatron import arguments as flags
+from burst_mcore.wrap import around, wrap
 
 EVERY_LAYER = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Megatron's arguments that checkpoint every layer."""
@@ -27,10 +29,8 @@ def with_burst_attention(submodules: Any) -> Any:
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options of burst attention to Megatron's parser."""
-    from burst_mcore.megatron.arguments import add_arguments
-
     refuse_lost_flags(sys.argv[1:])
-    return add_arguments(parser)
+    return flags.add_arguments(parser)
 
 
 def checkpoint_every_layer(arguments: argparse.Namespace) -> None:
@@ -46,21 +46,18 @@ def use_options(arguments: argparse.Namespace) -> None:
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    from burst_mcore.checkpointing import Full
-    from burst_mcore.megatron.arguments import recompute_policy, uses_burst
     from burst_mcore.megatron.checks import use_burst
     from burst_mcore.megatron.layouts import language_models
     from burst_mcore.megatron.recompute import use_recompute
-    from burst_mcore.wrap import wrap
 
     try:
         use_burst(arguments)
     except ValueError as error:
         refuse(str(error))
     for model in language_models():
-        if model.__name__ == "HybridModel" and uses_burst(arguments):  # from 0.19 on
+        if model.__name__ == "HybridModel" and flags.uses_burst(arguments):  # from 0.19 on
             wrap(model, "__init__", _of_local_modules)
-    policy = recompute_policy(arguments)
+    policy = flags.recompute_policy(arguments)
     if policy != Full():  # else keep Megatron's, or the policy of a script's own use_recompute
         use_recompute(policy)
     if getattr(arguments, "burst_fused_loss", False):
@@ -69,7 +66,7 @@ def use_options(arguments: argparse.Namespace) -> None:
 
 @around
 def _of_local_modules(
-    init: Callable[..., None], self: Any, config: Any, hybrid_stack_spec: Any, *args: Any, **kwargs: Any
+    init: Callable, self: Any, config: Any, hybrid_stack_spec: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Wrap HybridModel's constructor: scripts use TransformerEngine's modules, whatever the flags are."""
     from megatron.core.models.hybrid import hybrid_layer_specs
@@ -82,7 +79,7 @@ def _of_local_modules(
 
 
 @around
-def _fused(set_up: Callable[..., None], self: Any) -> None:
+def _fused(set_up: Callable, self: Any) -> None:
     """Wrap the end of a language model's constructor: its loss is fused, or it raises as not supported."""
     if not _fuses(self):
         raise ValueError(f"--burst-fused-loss supports GPTModel and HybridModel, not {type(self).__name__}")
@@ -104,11 +101,11 @@ def fuse_losses(models: Sequence[Any]) -> None:
 
 def refuse_lost_flags(argv: Sequence[str]) -> None:
     """Raise an error if another flag of the command line overrides ours."""
-    ours = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
-    if ours and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
-        refuse(f"--yaml-cfg replaces the command line, and {ours[0]} with it: give flags alone")
-    words = " ".join(argv).replace("=", " ")
-    if "--context-parallel-attention-backend default" in words and "--spec burst_mcore" in words:
+    words = [word for word in argv if word.startswith(("--burst-", "--context-parallel-attention-backend"))]
+    if words and any(word.split("=")[0] == "--yaml-cfg" for word in argv):
+        refuse(f"--yaml-cfg replaces the command line, and {words[0]} with it: give flags alone")
+    command = " ".join(argv).replace("=", " ")
+    if "--context-parallel-attention-backend default" in command and "--spec burst_mcore" in command:
         refuse(
             "--spec burst_mcore... is of burst attention: drop --context-parallel-attention-backend default"
         )

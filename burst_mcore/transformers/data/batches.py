@@ -28,13 +28,14 @@ logger = logging.getLogger("burst_mcore")
 
 CUMULATED = ("cu_seqlens", "cu_seq_lens_q")
 """Names in a batch of the table of its documents (cu_seqlens); Hugging Face has one for keys too."""
-SHARDED = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS)
-READ = (*SHARDED, "labels", "attention_mask", *CUMULATED)
+SOURCES = ("labels", "attention_mask", *CUMULATED)
+"""Columns of which `prepared` makes positions and shifted labels."""
+READ = ("input_ids", "position_ids", "shift_labels", TREE, WEIGHTS, *SOURCES)
 """Columns that `prepared` reads: tensors, or lists of numbers."""
+DROPPED = (*SOURCES, "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Columns that no rank gets."""
 OF_TOWERS = ("pixel_values", "pixel_values_videos", "image_patches", "input_features")
 """Columns of which the towers of a model make features."""
-DROPPED = (*READ[5:], "seq_idx", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Columns that positions and shifted labels replace: no rank gets them."""
 
 
 def collated(samples: Sequence[Any]) -> dict[str, Any]:
@@ -91,11 +92,7 @@ def _warn_of_left_out(names: tuple[str, ...]) -> None:
 
 
 def prepared(
-    batch: Mapping[str, Any],
-    *,
-    multiple: int,
-    max_positions: int | None = None,
-    types: str | None = None,
+    batch: Mapping[str, Any], *, multiple: int, max_positions: int | None = None, types: str | None = None
 ) -> dict[str, Any]:
     """Return the whole sequence to be sharded: input_ids, position_ids, shift_labels, and all other columns.
 
@@ -113,8 +110,8 @@ def prepared(
     Raises:
         RefusedError: shapes that do not fit, or a mask that is more than padding.
     """
-    there = ((name, x) for name, x in batch.items() if x is not None or name not in READ)
-    batch = {name: _numbers_of(name, x) if name in READ else x for name, x in there}
+    columns = ((name, x) for name, x in batch.items() if x is not None or name not in READ)
+    batch = {name: _numbers_of(name, x) if name in READ else x for name, x in columns}
     ids, embeds = batch.get("input_ids"), batch.get("inputs_embeds")
     if ids is None and isinstance(embeds, Tensor) and embeds.dim() == 3:
         ids = torch.full(embeds.shape[:2], IGNORED)
@@ -137,35 +134,31 @@ def prepared(
         shift_labels = pad(labels, (0, 1), value=IGNORED)[:, 1:]
     n = ids.shape[1]
     more = -n % multiple
-    whole = {
+    result = {
         name: pad(x, (0,) * (2 * x.dim() - 3) + (more,)) if is_per_token(x, n) else x
         for name, x in batch.items()
-        if name not in (*READ[:3], *DROPPED)
+        if name not in ("position_ids", "shift_labels", *DROPPED)
     }
-    for name in (x for x in whole if more and is_per_token(batch[x], n + more)):  # would be sharded as it is
+    for name in (x for x in result if more and is_per_token(batch[x], n + more)):  # would be sharded as it is
         raise RefusedError("batch", f"{name} has {n + more} entries a row, as if padded: give it {n}")
-    if TREE in whole:
-        whole[TREE] = padded(whole[TREE], more)
-    if types in whole and is_per_token(batch[types], n):
-        whole[types] = pad(batch[types].masked_fill(~real, -1), (0, more), value=-1)
+    if TREE in result:
+        result[TREE] = padded(result[TREE], more)
+    if types in result and is_per_token(batch[types], n):
+        result[types] = pad(batch[types].masked_fill(~real, -1), (0, more), value=-1)
     beyond = positions[:, -1:] + torch.arange(1, more + 1)
-    if more and (TREE in whole or (max_positions is not None and int(beyond.max()) >= max_positions)):
+    if more and (TREE in result or (max_positions is not None and int(beyond.max()) >= max_positions)):
         beyond = torch.arange(more).expand(len(ids), -1)
-    tokens = {"input_ids": pad(ids, (0, more))} if "input_ids" in batch else {}
-    return {
-        **tokens,
-        "position_ids": torch.cat([positions, beyond], 1),
-        "shift_labels": pad(shift_labels, (0, more), value=IGNORED),
-        **whole,
-    }
+    result["position_ids"] = torch.cat([positions, beyond], 1)
+    result["shift_labels"] = pad(shift_labels, (0, more), value=IGNORED)
+    return result
 
 
-def sharded(whole: Mapping[str, Any], *, rank: int, size: int, layout: Layout | str) -> dict[str, Any]:
+def sharded(batch: Mapping[str, Any], *, rank: int, size: int, layout: Layout | str) -> dict[str, Any]:
     """Return a rank's part of a prepared batch: every [rows, tokens, ...] by the same index."""
-    n = whole["position_ids"].shape[1]
+    n = batch["position_ids"].shape[1]
     return {
         name: shard(x, 1, rank=rank, size=size, layout=layout) if is_per_token(x, n) else x
-        for name, x in whole.items()
+        for name, x in batch.items()
     }
 
 
@@ -177,20 +170,20 @@ def apart(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     shape = getattr(ids, "shape", ())[:2]
-    known = (*READ, "inputs_embeds", "logits_to_keep")
+    of_tokens = (*READ, "inputs_embeds", "logits_to_keep")
     tokens = {
         name: x
         for name, x in batch.items()
-        if name in known
+        if name in of_tokens
         or (name not in OF_TOWERS and not isinstance(x, Tensor))
         or (isinstance(x, Tensor) and (not x.dim() or (x.shape == shape and not x.is_floating_point())))
     }
-    others = {name: x for name, x in batch.items() if name not in tokens}
+    of_towers = {name: x for name, x in batch.items() if name not in tokens}
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:
-        others["position_ids"] = positions
+        of_towers["position_ids"] = positions
         tokens["position_ids"] = positions[0] if len(positions) > 3 else None
-    return tokens, others
+    return tokens, of_towers
 
 
 def summary(x: Tensor) -> Tensor:
@@ -223,10 +216,10 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     ends = []
     for row, begins in zip(position_ids, starts(position_ids), strict=True):
         at = begins.nonzero().flatten()
-        odd = at[1:][row[at[1:]] != 0]
-        if len(odd):
-            token, (before, here) = int(odd[0]), row[int(odd[0]) - 1 : int(odd[0]) + 1].tolist()
-            jump = f"{before} at token {token - 1} is followed by {here}"
+        jumps = at[1:][row[at[1:]] != 0].tolist()
+        if jumps:
+            before, position = row[jumps[0] - 1 : jumps[0] + 1].tolist()
+            jump = f"{before} at token {jumps[0] - 1} is followed by {position}"
             text = f"they must go on by one, or start again at 0; of the whole sequence {jump}"
             raise RefusedError("position_ids", f"{text}. Was the batch sharded by another layout?")
         ends.append((*at.tolist(), len(row)))
@@ -288,8 +281,8 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     begins = torch.zeros(rows, n, dtype=torch.bool)
     begins[:, 0] = True
     if ends is not None:
-        whole, ends = not ends.is_floating_point(), ends.flatten().tolist()
-        if not whole or rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
+        are_integers, ends = not ends.is_floating_point(), ends.flatten().tolist()
+        if not are_integers or rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
             text = f"whole numbers must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
             raise RefusedError("cu_seqlens", text)
         begins[0, [end for end in ends if end < n]] = True
@@ -309,6 +302,6 @@ def _beside_padding(positions: Tensor, real: Tensor) -> Tensor:
     if bool(((first > 0) & (begin != 0)).any()):
         text = "behind padding in front they must begin at 0: number the tokens from 0, or leave them out"
         raise RefusedError("position_ids", text)
-    behind = positions.gather(1, last) + at - last
-    found = torch.where(at < first, at, torch.where(at > last, behind, positions))
-    return torch.where(real.any(1, keepdim=True), found, at)
+    continuation = positions.gather(1, last) + at - last
+    numbers = torch.where(at < first, at, torch.where(at > last, continuation, positions))
+    return torch.where(real.any(1, keepdim=True), numbers, at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from inspect import signature
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from burst_mcore.agreement.agreement import Claim
 from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.layout import Layout
-from burst_mcore.transformers.agreement import refused_by_others
+from burst_mcore.transformers.agreement import agreed
 from burst_mcore.transformers.data.batches import READ, apart, digest_of_batch, prepared, sharded
 from burst_mcore.transformers.errors import RefusedError
 
@@ -31,7 +31,7 @@ class ShardedLoader:
 
     Args:
         whole: whether batches stay as they are, for a model that shards them itself.
-        padding: as `prepared` has it.
+        max_positions, types: as `prepared` has them.
 
     Yields: input_ids, position_ids, shift_labels [rows, local tokens], on `device`, and what else came.
 
@@ -48,65 +48,62 @@ class ShardedLoader:
         device: torch.device | str = "cpu",
         layout: Layout | str = "zigzag",
         whole: bool = False,
-        **padding: Any,
+        max_positions: int | None = None,
+        types: str | None = None,
     ) -> None:
         self.loader, self.group, self.own, self.device = loader, group, own, device
         self.rank, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.layout, self.whole = Layout.of(layout), whole
-        self._how = {"multiple": self.layout.divisor(self.size), **padding}
-        signature(prepared).bind({}, **self._how)  # a name that it does not have, at once
+        self._prepare = partial(
+            prepared, multiple=self.layout.divisor(self.size), max_positions=max_positions, types=types
+        )
 
     def __len__(self) -> int:
         return len(self.loader) * (self.size if self.own else 1)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the loader, or of its sampler, for another order of samples."""
-        places: list[Any] = [self.loader, getattr(self.loader, "sampler", None)]
-        for of in places:
-            if hasattr(of, "set_epoch"):
-                of.set_epoch(epoch)
-                return
+        loader: Any = self.loader
+        owner: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+        if hasattr(owner, "set_epoch"):
+            owner.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield this rank's part of each batch."""
-        batches = iter(self.loader)
-        while wholes := self.agreed(lambda: next(batches)):
-            for whole in wholes:
-                yield self._part(whole)
+        loads = iter(self.loader)
+        while batches := self.agreed(lambda: next(loads)):
+            for batch in batches:
+                yield self._part(batch)
 
     def agreed(self, load: Callable[[], Any]) -> list[dict[str, Any]]:
         """Return the whole batches that the ranks load here; none where loads have ended. Collective."""
         batch, state, agreement = None, END, agreement_over(self.group)
         with agreement.refusing(), contextlib.suppress(StopIteration):
-            here = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in _mapping(load()).items()}
-            batch = here if self.whole else prepared(here, **self._how)
+            batch = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in _mapping(load()).items()}
+            batch = batch if self.whole else self._prepare(batch)
             state = digest_of_batch(apart(batch)[0] if self.whole else batch)
-        with refused_by_others():
-            states = [*agreement.meet(Claim({}, (state,))).lengths]
+        states = [*agreed(agreement, Claim({}, (state,))).lengths]
         if END in states:
             if set(states) != {END}:
-                ended = [rank for rank, state in enumerate(states) if state == END]
-                raise RefusedError("loader", f"it ended on ranks {ended} of the CP group before others")
+                ranks = [rank for rank, state in enumerate(states) if state == END]
+                raise RefusedError("loader", f"it ended on ranks {ranks} of the CP group before others")
             return []
         assert batch is not None
-        return self._wholes(batch, states)
-
-    def _part(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a batch, on the device."""
-        place: dict[str, Any] = {"rank": self.rank, "size": self.size, "layout": self.layout}
-        part = whole if self.whole else sharded(whole, **place)
-        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in part.items()}
-
-    def _wholes(self, batch: dict[str, Any], states: list[int]) -> list[dict[str, Any]]:
         if self.own and self.group is not None:
-            every: list[dict[str, Any]] = [{} for _ in range(self.size)]
-            dist.all_gather_object(every, batch, group=self.group)
-            return every
+            batches: list[dict[str, Any]] = [{} for _ in states]
+            dist.all_gather_object(batches, batch, group=self.group)
+            return batches
         if len(set(states)) > 1:
             text = "ranks of a CP group were given different whole batches"
             sampler = "DistributedSampler(num_replicas=world // SP, rank=rank // SP), one seed"
             raise RefusedError("batch", f"{text}: give all the same ({sampler}), or pass own=True")
         return [batch]
+
+    def _part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a whole batch, on the device."""
+        if not self.whole:
+            batch = sharded(batch, rank=self.rank, size=self.size, layout=self.layout)
+        return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in batch.items()}
 
 
 def shard_of_whole_batch(
@@ -126,8 +123,8 @@ def shard_of_whole_batch(
     ids = arguments.get("input_ids")
     device = getattr(arguments.get("inputs_embeds") if ids is None else ids, "device", "cpu")
     sharder = ShardedLoader((), group=group, device=device, **sharding)
-    (whole,) = sharder.agreed(lambda: batch)
-    return {**{n: x for n, x in arguments.items() if n not in batch}, **sharder._part(whole)}, whole
+    (result,) = sharder.agreed(lambda: batch)
+    return {**{n: x for n, x in arguments.items() if n not in batch}, **sharder._part(result)}, result
 
 
 def _mapping(batch: Any) -> Mapping[str, Any]:

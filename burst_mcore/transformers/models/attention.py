@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import accumulate, chain, pairwise, product
 from operator import and_, or_
 from typing import Any, NoReturn
@@ -53,7 +53,7 @@ class Sequence:
     """The highest position of the whole sequence, if this rank has a shard of it."""
     columns: Columns = field(default=Columns(), compare=False)
     """The tree of the row's shared prefixes, and weights of labels."""
-    here: Tensor | None = field(default=None, compare=False, repr=False)
+    positions: Tensor | None = field(default=None, compare=False, repr=False)
     """Positions of this rank's tokens [rows, tokens], if it has a shard."""
     entering: Tensor | None = field(default=None, compare=False, repr=False)
     """Positions of all tokens [rows, tokens], where they are whole until they enter the text tower."""
@@ -69,12 +69,11 @@ class Sequence:
 
     def masks(self, function: Any, rows: int) -> tuple[Mask, ...]:
         """By row, or one for all rows: what a mask function of transformers allows, in documents."""
-        every = self.ends or ((0, self.tokens),) * rows
-        seen = [
+        masks = [
             _read(function, row, ends) & (Mask.documents(ends) if len(ends) > 2 else Mask.full())
-            for row, ends in enumerate(every)
+            for row, ends in enumerate(self.ends or ((0, self.tokens),) * rows)
         ]
-        return tuple(seen if len(set(seen)) > 1 else seen[:1])
+        return tuple(masks if len(set(masks)) > 1 else masks[:1])
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,8 @@ class LayerMask:
     def __getitem__(self, key: Any) -> LayerMask:
         """Itself, where all of it is asked for: some models slice their masks by what keeps everything."""
         keys = key if isinstance(key, tuple) else (key,)
-        whole = (slice(None), slice(0, None))
-        if not all(k is Ellipsis or (isinstance(k, slice) and k in whole) for k in keys):
+        everything = (slice(None), slice(0, None))
+        if not all(k is Ellipsis or (isinstance(k, slice) and k in everything) for k in keys):
             raise RefusedError("mask", f"the model takes a part of a layer's mask, [{key}]: not supported")
         return self
 
@@ -214,15 +213,15 @@ def _blocks(ids: Tensor, row: int, ends: tuple[int, ...]) -> Mask:
     if len(ids) != ends[-1] and bool((ids >= 0).any()):
         raise RefusedError("mask", f"unsupported: the model makes blocks of {len(ids)} of {ends[-1]} tokens")
     numbers, counts = (x.tolist() for x in ids.unique_consecutive(return_counts=True))
-    same: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, (first, last) in zip(numbers, pairwise(accumulate(counts, initial=0)), strict=True):
         if number >= 0:
             document = bisect(ends, first)
             if last > ends[document]:
                 block = f"tokens [{first}, {last}) of row {row} are one block"
                 raise RefusedError("mask", f"{block}, and a document ends at {ends[document]} within it")
-            same.setdefault((document, number), []).append((first, last))
-    pairs = [pair for runs in same.values() for pair in product(runs, runs)]
+            blocks.setdefault((document, number), []).append((first, last))
+    pairs = [pair for runs in blocks.values() for pair in product(runs, runs)]
     return Mask.ranges([of_q for of_q, _ in pairs], [of_k for _, of_k in pairs])
 
 
@@ -246,7 +245,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface.
 
@@ -262,45 +261,56 @@ def attend(
     """
     name = type(module).__name__
     if not isinstance(attention_mask, LayerMask):
-        mask = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
-        raise RefusedError("model", f"{name} got {mask} that does not come from transformers' mask interface")
+        kind = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
+        raise RefusedError("model", f"{name} got {kind} that does not come from transformers' mask interface")
     if dropout:
         raise RefusedError("dropout", f"{name} has attention dropout {dropout}: set attention_dropout to 0")
-    blocks = any(isinstance(term, Ranges) for mask in attention_mask.masks for term in mask.all_terms())
-    if others.get("is_causal", getattr(module, "is_causal", True)) is False and not blocks:
+    has_blocks = any(isinstance(term, Ranges) for mask in attention_mask.masks for term in mask.all_terms())
+    if arguments.get("is_causal", getattr(module, "is_causal", True)) is False and not has_blocks:
         raise RefusedError("mask", f"{name} asks for attention that is not causal")
-    if others.get("output_attentions"):
+    if arguments.get("output_attentions"):
         raise RefusedError("output_attentions", "attention weights are never made")
     if sliding_window is not None and sliding_window != attention_mask.window:
         windows = f"a sliding_window of {sliding_window}, its mask one of {attention_mask.window}"
         raise RefusedError("mask", f"{name} has {windows}")
-    odd = [k for k, x in others.items() if isinstance(x, Tensor) and k not in UNDERSTOOD]
-    if odd:
-        hands = f"{name} hands {', '.join(odd)} to its attention, which is not supported"
+    unknown = [k for k, x in arguments.items() if isinstance(x, Tensor) and k not in UNDERSTOOD]
+    if unknown:
+        hands = f"{name} hands {', '.join(unknown)} to its attention, which is not supported"
         raise RefusedError("model", f"{hands}: leave out of the batch what the model need not have")
-    _arrived(attention_mask.sequence, module)
+    sequence, masks = attention_mask.sequence, attention_mask.masks
+    _note_arrival(sequence, module)
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves q and k in float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    sinks = others.get("s_aux")
+    sinks = arguments.get("s_aux")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
-    asked: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "sinks": sinks}
-    sequence, masks = attention_mask.sequence, attention_mask.masks
-    cached = attention_mask.offset or q.shape[1] != k.shape[1]
+    has_cache = attention_mask.offset or q.shape[1] != k.shape[1]
     tempers = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
-    if tempers and not cached and sequence.here is not None:
-        q = _tempered(module, q, sequence.here)
+    if tempers and not has_cache and sequence.positions is not None:
+        q = _tempered(module, q, sequence.positions)
+    options: dict[str, Any] = {"topology": sequence.topology, "config": sequence.config, "softcap": softcap}
+    attend_rows: Callable[..., Any] = partial(burst_attention, softmax_scale=scale, **options)
+    if has_cache:
+        attend_rows = partial(_attend_to_cache, layer_mask=attention_mask, scores=Scores(scale, softcap))
     rows = [slice(None)] if len(masks) == 1 else [slice(row, row + 1) for row in range(len(q))]
     outs = [
-        _from_cache(q[at], k[at], v[at], mask, attention_mask, Scores(scale, softcap), sinks)
-        if cached
-        else burst_attention(
-            q[at], k[at], v[at], topology=sequence.topology, mask=mask, config=sequence.config, **asked
-        )
-        for at, mask in zip(rows, masks, strict=True)
+        attend_rows(q[at], k[at], v[at], mask=mask, sinks=sinks) for at, mask in zip(rows, masks, strict=True)
     ]
-    return outs[0] if len(outs) == 1 else torch.cat(outs), None  # type: ignore[arg-type, return-value]
+    return outs[0] if len(outs) == 1 else torch.cat(outs), None
+
+
+def _attend_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None, layer_mask: LayerMask, scores: Scores
+) -> Tensor:
+    """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch."""
+    if layer_mask.sequence.last is not None:  # each rank has a shard of the new tokens
+        text = f"a forward over shards attends to {k.shape[1] - q.shape[1]} tokens of a cache"
+        raise RefusedError("cache", f"{text} that was handed to the model inside (prefix tuning?)")
+    end = layer_mask.offset + q.shape[1]
+    queries = torch.arange(layer_mask.offset, end, device=q.device)
+    keys = torch.arange(end - k.shape[1], end, device=q.device)  # a cache of a window forgets the first
+    return attend_to_cache(q, k, v, mask.allows(queries, keys), scores, sinks)
 
 
 def _tempered(module: Any, q: Tensor, places: Tensor) -> Tensor:
@@ -313,32 +323,11 @@ def _tempered(module: Any, q: Tensor, places: Tensor) -> Tensor:
         steps = torch.floor((at + 1.0) / float(module.floor_scale))
         return 1.0 + float(module.attn_scale) * torch.log1p(steps)
 
-    factor = (scale(places) / scale(torch.arange(places.shape[1], device=places.device))).to(
-        q.device, q.dtype
-    )
-    return q * factor[:, :, None, None]
+    factor = scale(places) / scale(torch.arange(places.shape[1], device=places.device))
+    return q * factor.to(q.device, q.dtype)[:, :, None, None]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _arrived(sequence: Sequence, module: nn.Module) -> None:
+def _note_arrival(sequence: Sequence, module: nn.Module) -> None:
     """Note that a module attended here; a compiled frame, that of many layers, would note the first."""
     sequence.reached.add(module)
-
-
-def _from_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    seen: LayerMask,
-    scores: Scores,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch."""
-    if seen.sequence.last is not None:  # each rank has a shard of the new tokens
-        text = f"a forward over shards attends to {k.shape[1] - q.shape[1]} tokens of a cache"
-        raise RefusedError("cache", f"{text} that was handed to the model inside (prefix tuning?)")
-    last = seen.offset + q.shape[1]
-    queries = torch.arange(seen.offset, last, device=q.device)
-    keys = torch.arange(last - k.shape[1], last, device=q.device)  # a cache of a window forgets the first
-    return attend_to_cache(q, k, v, mask.allows(queries, keys), scores, sinks)

@@ -35,10 +35,10 @@ class own_draws:  # noqa: N801  # a context manager, used like a function
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __exit__(self, *_: object) -> None:
-        for generator, common, begun in self._states:
-            drew = not torch.equal(generator.get_state(), begun)
+        for generator, common, start in self._states:
+            has_drawn = not torch.equal(generator.get_state(), start)
             generator.set_state(common)
-            if drew:  # or the next forward would drop the same entries
+            if has_drawn:  # or the next forward would drop the same entries
                 torch.rand((), generator=generator, device=generator.device)
 
 

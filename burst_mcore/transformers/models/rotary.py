@@ -19,8 +19,7 @@ from burst_mcore.transformers.models.attention import current
 def attach_rotary(model: nn.Module) -> None:
     """Add the hooks, once."""
     for module in model.modules():
-        if depends_on_length(module) and not getattr(module, "_burst_mcore_whole", False):
-            module._burst_mcore_whole = True  # type: ignore[assignment]
+        if depends_on_length(module) and _with_last not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_with_last, with_kwargs=True)
             module.register_forward_hook(_without_last)
 

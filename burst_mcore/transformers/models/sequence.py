@@ -19,9 +19,9 @@ from burst_mcore.layout import Layout, positions
 from burst_mcore.loss.whole import Factor, WholeLoss, WholeTokens
 from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
 from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.models import supported
 from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
-from burst_mcore.transformers.models.supported import attention_modules
 from burst_mcore.words import brief
 
 KEEP = "logits_to_keep"
@@ -29,7 +29,7 @@ KEEP = "logits_to_keep"
 Finish = Callable[[Any], Any]
 """Turns a forward's own output into the caller's."""
 Forward = tuple[Sequence, dict[str, Any], Finish]
-"""A forward of this rank: over which sequence, with which arguments, and what becomes of its output."""
+"""A forward of this rank: over which sequence, with which arguments, and what its output becomes."""
 attached: WeakSet[SequenceParallel] = WeakSet()
 """The hooks of all models that are prepared."""
 
@@ -43,42 +43,45 @@ class SequenceParallel:
     """
 
     model: nn.Module
-    topology: Topology
-    group: dist.ProcessGroup | None
+    """What is called: the model of transformers, or a wrapper of it."""
+    inner: nn.Module
+    """The model of transformers."""
+    topology: Topology = field(init=False)
+    group: dist.ProcessGroup | None = field(init=False)
     """The CP group; None for one rank."""
-    config: BurstConfig
+    config: BurstConfig = field(init=False)
+    sharding: dict[str, Any] = field(init=False)
+    """How batches are sharded: keyword arguments of `ShardedLoader`."""
+    shares_towers: bool = field(init=False)
+    """Whether the ranks share the images of a batch, of which each makes features of some."""
     batches: Any = field(init=False)
     """What the model does with its batches: of `strategies`, chosen by whoever prepares it."""
     loss_only: bool = False
     """Whether a whole batch of an evaluation returns no logits beside its loss."""
-    most_positions: int | None = None
-    """Positions that the model has embeddings for; None where positions are computed."""
-    types: str | None = None
-    """The column of a batch of which the model makes its masks: see `types_of`. It gets the whole column."""
-    sharding: dict[str, Any] = field(default_factory=dict)
-    """How batches are sharded: keyword arguments of `ShardedLoader`."""
     factor: Factor | None = None
     """Of a rank's part of a gradient, where gradients are not the means of all ranks."""
+    has_warned: bool = False
+    """Whether a training forward without labels was warned of."""
     trusted: bool = False
     """Whether attention that does not come here is accepted: it is the caller's, and handles shards."""
-    text: nn.Module | None = None
-    """The text tower of a model that has others beside: batches are whole until they enter it."""
-    shares_towers: bool = True
-    """Whether the ranks share the images of a batch, of which each makes features of some."""
-    makes_loss: bool = True
-    """Whether the model has a head that makes a loss; without one it gets no labels."""
-    _open: list[tuple[ExitStack, Sequence, Finish]] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         attached.add(self)
+        self.text: nn.Module | None = supported.text_tower(self.inner)
+        """The text tower of a model that has others beside: batches are whole until they enter it."""
+        self.types = supported.types_of(self.inner)
+        """The column of a batch of which the model makes its masks, if any. It gets the whole column."""
+        self.max_positions = supported.position_table(self.inner)
+        """Positions that the model has embeddings for; None where positions are computed."""
+        self.makes_loss = supported.makes_loss(self.inner)
+        """Whether the model has a head that makes a loss; without one it gets no labels."""
+        self._open: list[tuple[ExitStack, Sequence, Finish, bool]] = []
+        """Of each forward that runs, last whether its caller asked for a tuple."""
         self._names = [*inspect.signature(self.model.forward).parameters]
         self.model.register_forward_pre_hook(self._before, with_kwargs=True)
         self.model.register_forward_hook(self._behind, with_kwargs=True, always_call=True)
 
-    def _before(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def _before(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         as_tuple = arguments.get("return_dict", getattr(self.model.config, "return_dict", True)) is False
         arguments |= {"return_dict": True} if as_tuple else {}
@@ -94,33 +97,34 @@ class SequenceParallel:
             tokens = tokens_of(arguments)
             stack.enter_context(own_draws(sequence.topology.rank, tokens.device))
             stack.enter_context(noise_of_whole(self.model, tokens.shape[1] / sequence.tokens))
-        self._open.append((stack, sequence, _tuple_of(finish) if as_tuple else finish))
+        self._open.append((stack, sequence, finish, as_tuple))
         return (), arguments
 
     def _behind(self, _: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         if not self._open:  # the hook before it raised
             return out
-        stack, sequence, finish = self._open.pop()
+        stack, sequence, finish, as_tuple = self._open.pop()
         stack.close()
         if out is None:  # the forward raised
             return None
         self._refuse_other_attention(sequence)
-        return finish(out)
+        out = finish(out)
+        return out.to_tuple() if as_tuple and not isinstance(out, Tensor) else out
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
         """Raise RefusedError if attention did not come here: it saw this rank's shard alone."""
         if self.trusted or sequence.last is None:  # of whole sequences each rank may attend as it will
             return
-        others = [
+        places = [
             f"{path} ({type(m).__name__})"
-            for path, m in attention_modules(self.model).items()
+            for path, m in supported.attention_modules(self.model).items()
             if m not in sequence.reached
         ]
         if sequence.mixing is not None:
-            others += missing_calls(self.model, sequence.mixing)
-        if others or not (sequence.reached or mixers_of(self.model)):
+            places += missing_calls(self.model, sequence.mixing)
+        if places or not (sequence.reached or mixers_of(self.model)):
             elsewhere = "attends, or mixes tokens, elsewhere than by transformers' interface"
-            where = ", ".join(others[:3]) or "no attention module was found"
+            where = ", ".join(places[:3]) or "no attention module was found"
             raise RefusedError("model", f"{type(self.model).__name__} {elsewhere}: {where}")
 
     def with_whole_loss(self, out: Any) -> Any:
@@ -135,14 +139,14 @@ class SequenceParallel:
         out = self.with_whole_loss(out)
         return out if self.group is None else self.with_whole_outputs(out, local, end, None)
 
-    def with_whole_outputs(self, out: Any, local: int, tokens: int | None, mine: Tensor | None) -> Any:
+    def with_whole_outputs(self, out: Any, local: int, tokens: int | None, is_local: Tensor | None) -> Any:
         """Return the output of a shard's forward over `local` tokens as that of the whole sequence.
 
-        mine: of `choose`.
+        is_local: of `choose`.
         """
         for name, x in [(name, x) for name, x in out.items() if x is not None]:
-            if name == "logits" and mine is not None:
-                part = x.where(mine.to(x.device)[:, None], 0)
+            if name == "logits" and is_local is not None:
+                part = x.where(is_local.to(x.device)[:, None], 0)
                 out[name] = WholeLoss.apply(part, self.group, self.factor)  # type: ignore[no-untyped-call]
             elif isinstance(x, tuple):
                 out[name] = tuple(y if y is None else self._gathered(y)[:, :tokens] for y in x)
@@ -154,8 +158,8 @@ class SequenceParallel:
         """Return [rows, tokens, ...] of the whole sequence."""
         if self.group is None:
             return x
-        whole: Tensor = WholeTokens.apply(x, self.group, self.config.layout, self.factor)  # type: ignore[no-untyped-call]
-        return whole
+        sequence: Tensor = WholeTokens.apply(x, self.group, self.config.layout, self.factor)  # type: ignore[no-untyped-call]
+        return sequence
 
     def choose(self, keep: Tensor | None, tokens: int, arguments: dict[str, Any]) -> Tensor | None:
         """Have a forward over a shard make the logits of tokens that are chosen among all.
@@ -172,15 +176,15 @@ class SequenceParallel:
         if keep is None:
             return None
         try:
-            chosen = torch.arange(tokens)[keep if keep.dim() else slice(-int(keep), None)]
+            indices = torch.arange(tokens)[keep if keep.dim() else slice(-int(keep), None)]
         except IndexError:
-            chosen = keep[None]
-        if chosen.dim() > 1:
+            indices = keep[None]
+        if indices.dim() > 1:
             text = f"it must be a number of last tokens, or indices [chosen] of {tokens} tokens"
             raise RefusedError(KEEP, f"{text}, got {brief(keep.tolist())}")
         layout, size = Layout.of(self.config.layout), self.topology.size
-        here = positions(layout.padded(tokens, size), rank=self.topology.rank, size=size, layout=layout)
-        rows = torch.full((len(here) * size,), -1).scatter(0, here, torch.arange(len(here)))[chosen]
+        shard = positions(layout.padded(tokens, size), rank=self.topology.rank, size=size, layout=layout)
+        rows = torch.full((len(shard) * size,), -1).scatter(0, shard, torch.arange(len(shard)))[indices]
         arguments[KEEP] = rows.clamp(min=0)
         return rows >= 0
 
@@ -200,8 +204,3 @@ def tokens_of(arguments: dict[str, Any]) -> Any:
     """Return input_ids, or the embeddings in their place."""
     ids = arguments.get("input_ids")
     return arguments.get("inputs_embeds") if ids is None else ids
-
-
-def _tuple_of(finish: Finish) -> Finish:
-    """Return `finish` for a caller who asked for a tuple, in the place of an output with names."""
-    return lambda out: done if isinstance(done := finish(out), Tensor) else done.to_tuple()

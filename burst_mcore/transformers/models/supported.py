@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -48,14 +49,14 @@ def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
             that is supported.
     """
     inner = _of_transformers(model)
-    asked = _what_is_asked(inner, size, headless)
-    reasons = chain(_several(model, inner), _learned_prompts(model), _where_tokens_meet(inner), asked)
+    options = _options(inner, size, headless)
+    reasons = chain(_several(model, inner), _learned_prompts(model), _where_tokens_meet(inner), options)
     refuse(*next(reasons, ("", None)))
     register()
     inner.set_attn_implementation(_implementations(inner))
     try:
         if any(kind in MIXING for kind in _kinds(inner.config.get_text_config())):
-            bind(inner, lambda: made.mixing if (made := current()) else None)
+            bind(inner, lambda: sequence.mixing if (sequence := current()) else None)
     except ValueError as error:
         raise RefusedError("model", str(error)) from None
     return inner
@@ -65,19 +66,17 @@ def _implementations(inner: Any) -> str | dict[str, str]:
     """Return what attends by burst: a model, or its text alone where it has towers."""
     if text_tower(inner) is None:
         return NAME
-    text_config = inner.config.get_text_config()
-    return {
-        "": NAME,
-        **{k: NAME for k in inner.config.sub_configs if getattr(inner.config, k) is text_config},
-    }
+    config = inner.config
+    texts = [name for name in config.sub_configs if getattr(config, name) is config.get_text_config()]
+    return dict.fromkeys(["", *texts], NAME)
 
 
 def _several(model: nn.Module, inner: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) for each model of transformers beside the first that a module holds."""
-    known = {*_within(inner)}
-    for other in (module for module in _within(model) if module not in known):
-        both = f"a {type(inner).__name__} and a {type(other).__name__}"
-        yield "model", f"{type(model).__name__} holds {both}: parallelize the causal LM in it alone"
+    parts = {*_models_in(inner)}
+    for second in (module for module in _models_in(model) if module not in parts):
+        models = f"a {type(inner).__name__} and a {type(second).__name__}"
+        yield "model", f"{type(model).__name__} holds {models}: parallelize the causal LM in it alone"
 
 
 def _learned_prompts(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -101,15 +100,15 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
         return
     towers = [tower for tower in TOWERS if getattr(inner.config, tower, None) is not None]
     if towers and text_tower(inner) is None:
-        within = f"{name} has a {', '.join(towers)} within what attends to text"
-        yield "model", f"{within}: give its language model alone, with {OWN_LOSS}"
+        text = f"{name} has a {', '.join(towers)} within what attends to text"
+        yield "model", f"{text}: give its language model alone, with {OWN_LOSS}"
     if getattr(config, "is_encoder_decoder", False):
         yield "model", f"{name} is an encoder and a decoder"
     bound = mixers_of(_text_model(inner))
-    odd = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (kind in MIXING and not bound))
-    if odd:
-        supported = f"supported are {', '.join(LAYERS)}, with known mixers"
-        yield "model", f"{name} has layers of type {', '.join(odd)}; {supported}"
+    kinds = sorted(kind for kind in {*_kinds(config)} if kind not in LAYERS or (kind in MIXING and not bound))
+    if kinds:
+        legal = f"supported are {', '.join(LAYERS)}, with known mixers"
+        yield "model", f"{name} has layers of type {', '.join(kinds)}; {legal}"
     if getattr(inner, "_is_stateful", False) and not bound:
         yield "model", f"{name} carries a state along the sequence by mixers that burst does not bind"
     mixing = [
@@ -125,16 +124,15 @@ def _where_tokens_meet(inner: Any) -> Iterator[tuple[str, str]]:
 
 
 def _kinds(config: Any) -> Iterator[str]:
-    """Yield the kind of each layer, where a configuration names kinds."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    yield from map(str, kinds)
+    """Return the kind of each layer, where a configuration names kinds."""
+    return map(str, getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
 
 
-def _what_is_asked(inner: Any, size: int, headless: bool) -> Iterator[tuple[str, str]]:
+def _options(inner: Any, size: int, headless: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) for each option of a model that attention over shards does not have."""
     name, config = type(inner).__name__, inner.config.get_text_config()
-    both_ways = getattr(config, "use_bidirectional_attention", None)
-    if both_ways == "all" or (both_ways is True and types_of(inner) is None):
+    direction = getattr(config, "use_bidirectional_attention", None)
+    if direction == "all" or (direction is True and types_of(inner) is None):
         yield "model", f"{name} has attention that is not causal (use_bidirectional_attention)"
     if any(map(_makes_positions_of_tokens, inner.modules())):
         yield "model", f"{name} counts positions by its tokens, from its padding token on"
@@ -147,19 +145,12 @@ def _what_is_asked(inner: Any, size: int, headless: bool) -> Iterator[tuple[str,
     parameters = inspect.signature(inner.forward).parameters.values()
     if makes_loss(inner) and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         yield "model", f"{name}.forward takes no further arguments, so that no shift_labels reach its loss"
-    for option, done in DROPOUTS.items():
+    for option, effect in DROPOUTS.items():
         if share := getattr(config, option, None):
-            yield "dropout", f"{name} {done} ({option} is {share}): set it to 0 before the model is made"
-    loss_function = inner.loss_function if makes_loss(inner) else None
-    if (
-        loss_function is not None
-        and loss_function.__name__ != "ForCausalLMLoss"
-        and not hasattr(loss_function, "burst_mcore")
-    ):
-        yield (
-            "loss",
-            f"{name} has a loss of its own, {loss_function.__name__}: supported is ForCausalLMLoss",
-        )
+            yield "dropout", f"{name} {effect} ({option} is {share}): set it to 0 before the model is made"
+    loss = inner.loss_function.__name__ if makes_loss(inner) else "ForCausalLMLoss"
+    if loss != "ForCausalLMLoss":
+        yield "loss", f"{name} has a loss of its own, {loss}: supported is ForCausalLMLoss"
 
 
 _POSITIONS = "create_position_ids_from_input_ids"
@@ -226,8 +217,8 @@ def text_tower(model: nn.Module) -> Any:
     inner = _of_transformers(model)
     kinds = tuple(type(each) for name in TOWERS if (each := getattr(inner.config, name, None)) is not None)
     text = inner.get_decoder() if kinds else inner
-    within = any(isinstance(getattr(each, "config", None), kinds) for each in text.modules())
-    return None if text is inner or within else text
+    has_towers = any(isinstance(getattr(each, "config", None), kinds) for each in text.modules())
+    return None if text is inner or has_towers else text
 
 
 def _text_model(model: nn.Module) -> Any:
@@ -241,10 +232,10 @@ def _text_model(model: nn.Module) -> Any:
 def switched_attention(model: nn.Module) -> str | None:
     """Return the reason to refuse a forward, if a module's attention was switched since `use_burst`."""
     for path, module in attention_modules(model).items():
-        asked = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
-        if asked != NAME:
-            switched = f"{path} ({type(module).__name__}) has attn_implementation {asked!r}"
-            return f"{switched} since the model was prepared: set {NAME!r} again"
+        name = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+        if name != NAME:
+            text = f"{path} ({type(module).__name__}) has attn_implementation {name!r}"
+            return f"{text} since the model was prepared: set {NAME!r} again"
     return None
 
 
@@ -257,21 +248,21 @@ def position_table(model: nn.Module) -> int | None:
     return limit
 
 
-def checked_loss(model: Any) -> None:
+def check_loss(model: Any) -> None:
     """Wrap the model's loss function, so that a model that loses shift_labels on the way is refused."""
-    loss_function = model.loss_function
-    if getattr(loss_function, "burst_mcore", False):
+    loss_function, name = model.loss_function, type(model).__name__
+    if hasattr(loss_function, "burst_mcore"):
         return
-    name = type(model).__name__
 
+    @wraps(loss_function)
     def loss(*args: Any, **kwargs: Any) -> Any:
         sequence = current()
         if sequence is None or sequence.last is None:  # whole sequences: the model's own affair
             return loss_function(*args, **kwargs)
         if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
             raise RefusedError("model", f"{name} does not hand its loss shift_labels and num_items_in_batch")
-        weighted = sequence.columns.weights is not None
-        return (sequence.columns.loss if weighted else loss_function)(*args, **kwargs)
+        has_weights = sequence.columns.weights is not None
+        return (sequence.columns.loss if has_weights else loss_function)(*args, **kwargs)
 
     loss.burst_mcore = True  # type: ignore[attr-defined]
     model.loss_function = loss
@@ -279,16 +270,17 @@ def checked_loss(model: Any) -> None:
 
 def is_of_transformers(model: nn.Module) -> bool:
     """Return whether a model is one of transformers, or wraps one."""
-    return "transformers" in sys.modules and next(_within(model), None) is not None
+    return "transformers" in sys.modules and next(_models_in(model), None) is not None
 
 
 def _of_transformers(model: nn.Module) -> Any:
-    for transformer in _within(model):
+    for transformer in _models_in(model):
         return transformer
     raise RefusedError("model", f"{type(model).__name__} is no model of transformers")
 
 
-def _within(model: nn.Module) -> Iterator[nn.Module]:
+def _models_in(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module's models of transformers: itself, if it is one, and all within."""
     from transformers import PreTrainedModel
 
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))
