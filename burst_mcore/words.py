@@ -86,11 +86,8 @@ def _nearest(name: str, legal: Sequence[str]) -> str:
 
 def digest(content: str | Tensor) -> str:
     """Return 16 hexadecimal digits of a text, or of a CPU tensor's values and shape."""
-    data = content.encode() if isinstance(content, str) else _bytes_of(content)
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _bytes_of(x: Tensor) -> bytes:
-    x = x.contiguous()
+    if isinstance(content, str):
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    x = content.contiguous()
     values = ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
-    return values + str(tuple(x.shape)).encode()
+    return hashlib.blake2b(values + str(tuple(x.shape)).encode(), digest_size=8).hexdigest()

@@ -76,15 +76,16 @@ class Replaced:
 
 @contextmanager
 def while_set(thing: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of a thing within the context."""
-    originals = {name: getattr(thing, name) for name in values}
+    """Set attributes of an instance within the context: its methods and submodules are shadowed."""
+    attributes = vars(thing)
+    originals = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
-        for name, value in values.items():
-            setattr(thing, name, value)
         yield
     finally:
-        for name, value in originals.items():
-            setattr(thing, name, value)
+        attributes.update(originals)
+        for name in values.keys() - originals.keys():
+            del attributes[name]
 
 
 def _makers(function: Callable[..., Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from burst_mcore.agreement.claims import AHEAD, NUMBERS, REFUSES, WAITS, Signature, Word, digest_of_items
+from burst_mcore.agreement.claims import AHEAD, NUMBERS, REFUSES, WAITS, Signature, Word, digest_of
 from burst_mcore.agreement.watch import Answer, GoneError, Meeting, Watch
 
 VERDICT_WITHIN = 5.0
@@ -32,13 +32,11 @@ class Claim(NamedTuple):
     error: str | None = None
     """Why this rank refuses."""
 
-    def word(self, call: int = 0, *, ahead: bool = False) -> Word:
-        """Return the claim to the meeting with this number as integers."""
-        if self.error is not None:
-            return [REFUSES, *[0] * (2 + NUMBERS)]
-        always, if_even = [digest_of_items(tuple((x or {}).items())) for x in (self.signature, self.if_even)]
-        padding = [0] * (NUMBERS - len(self.numbers))
-        return [AHEAD if ahead else WAITS, always + call, if_even + self.of_call, *self.numbers, *padding]
+    def word(self, *, ahead: bool = False) -> Word:
+        """Return the claim as integers."""
+        how = REFUSES if self.error is not None else AHEAD if ahead else WAITS
+        always, if_even = [digest_of(*(x or {}).items()) for x in (self.signature, self.if_even)]
+        return [how, always, if_even + self.of_call, *self.numbers, *[0] * (NUMBERS - len(self.numbers))]
 
 
 class Agreed(NamedTuple):
@@ -94,12 +92,10 @@ ALONE = Agreement()
 
 
 class Ring(Watch, Agreement):
-    """The agreement of the ranks of a ring.
+    """The agreement of the ranks of a ring: every rank keeps one for its control group.
 
-    Every rank keeps one for each control group, which no other collective may use. Meetings are numbered,
-    refused ones too, so that ranks know which of them are the same. A disagreement from which no rank went
-    ahead leaves the ring as it was. After any other the ring has failed: messages of that call are under way,
-    and every later call is refused. Arguments are those of `Watch`.
+    Meetings are numbered, refused ones too, so that ranks know which of them are the same. Arguments are
+    those of `Watch`.
     """
 
     def meet(self, claim: Claim) -> Agreed:
@@ -123,7 +119,7 @@ class Ring(Watch, Agreement):
         if ahead and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
         lengths = tuple([first for first, *_ in answer])
-        return Agreed(meeting.call, lengths, hash(tuple(meeting.word[1:3])), answer)
+        return Agreed(meeting.number, lengths, hash((meeting.number, *meeting.word[1:3])), answer)
 
     @contextlib.contextmanager
     def ring(self) -> Iterator[None]:
@@ -135,7 +131,10 @@ class Ring(Watch, Agreement):
             raise
         except BaseException as error:
             if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                self._hear_why()  # a message was not sent
+                # A message was not sent. The thread may know why, if this rank went ahead, or another rank.
+                self._answer(self._last, VERDICT_WITHIN)
+                with contextlib.suppress(RuntimeError):
+                    self._stop(self._failure_told())
             if isinstance(error, Exception) and not isinstance(self._failure, GoneError):
                 self._raise_failure(error)
             self._fail(error, "failed in mid-ring")
@@ -143,9 +142,7 @@ class Ring(Watch, Agreement):
         self._raise_failure()  # an abort ends waits on NCCL without an error, and without values
 
     def settle(self) -> None:
-        """Wait until every meeting from which this rank went ahead has been looked at; raise its error."""
-        if self._last is not None:
-            self._answer(self._last)
+        self._answer(self._last)
         self._raise_failure()
 
     def _refuse(self, error: BaseException) -> None:
@@ -156,39 +153,27 @@ class Ring(Watch, Agreement):
 
     def _post(self, claim: Claim, *, ahead: bool = False) -> Meeting:
         self._calls += 1
-        fields = {"call": str(self._calls), "of call": str(claim.of_call), **claim.signature}
-        fields |= claim.if_even or {}
-        word = claim.word(self._calls, ahead=ahead)
-        self._last = meeting = Meeting(self._calls, word, fields)
+        fields = {"of call": str(claim.of_call), **claim.signature, **(claim.if_even or {})}
+        self._last = meeting = Meeting(self._calls, claim.word(ahead=ahead), fields)
         with self._changed:
             self._queue.append(meeting)
             self._changed.notify_all()
-        if self._thread.ident is None:
-            self._start()
         return meeting
 
-    def _answer(self, meeting: Meeting, seconds: float | None = None) -> Answer:
-        """Wait for the answer to a meeting, or for a failure; None if `seconds` pass."""
+    def _answer(self, meeting: Meeting | None, seconds: float | None = None) -> Answer:
+        """Wait for the answer to a meeting, if there is one, or for a failure; None if `seconds` pass."""
         try:
             with self._changed:
-                while not (meeting.answer or self._failure) and self._changed.wait(seconds):
+                while meeting and not (meeting.answer or self._failure) and self._changed.wait(seconds):
                     pass
-                return meeting.answer or self._failure
+                return (meeting and meeting.answer) or self._failure
         except BaseException as error:  # KeyboardInterrupt, or the error of a signal handler
             self._fail(error, "was interrupted while it waited for the others")
             raise
 
-    def _hear_why(self) -> None:
-        """Wait for what the thread, or another rank, knows of a ring step that failed."""
-        if self._last is not None:  # went ahead, of a disagreement
-            self._answer(self._last, VERDICT_WITHIN)
-        with contextlib.suppress(RuntimeError):
-            self._stop(self._failure_told())
-
     def _raise_failure(self, cause: Exception | None = None) -> None:
         """Raise why no call may follow, if that is so."""
-        with self._changed:
-            failure = self._failure
+        failure = self._failure
         if failure is not None:
             text = f"{failure}. Messages may still be on their way: make the process group anew"
             raise (ValueError if isinstance(failure, ValueError) else RuntimeError)(text) from cause

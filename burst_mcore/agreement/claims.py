@@ -65,12 +65,7 @@ def differences(signatures: Mapping[int, Signature]) -> str:
     return "; ".join(texts)
 
 
-def digest_of(signature: Signature) -> int:
-    """Return 56 bits that tell signatures apart; the order of their fields does not count."""
-    return digest_of_items(tuple(signature.items()))
-
-
 @lru_cache(maxsize=1024)  # the calls of a layer have the same signature in every step
-def digest_of_items(items: tuple[tuple[str, str], ...]) -> int:
-    """Return the `digest_of` a signature, given as its items."""
+def digest_of(*items: tuple[str, str]) -> int:
+    """Return 56 bits that tell signatures apart, from their items; the order of these does not count."""
     return int(digest(json.dumps(dict(items), sort_keys=True))[:14], 16)

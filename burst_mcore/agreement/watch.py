@@ -9,7 +9,6 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ Answer = Sequence[Word] | BaseException | None
 class Meeting:
     """A numbered meeting as this rank comes to it."""
 
-    call: int
+    number: int
     word: Word
     fields: Signature
     """Of the claim; the name of a sync point, to which all ranks come, is "at"."""
@@ -74,18 +73,17 @@ class Watch:
     the thread, the ring, and the other ranks' rings. The thread and the one that makes the calls share the
     queue of meetings, their answers and the failure, under the lock of `_changed`.
 
+    Ranks leave notes in the store: "failure" of the ring, "refusal/N" of meeting N, "claim/N/r" of a meeting
+    whose words differ, and "at/r", where rank r was last.
+
     Args:
-        group: gloo, over all ranks of the ring.
+        group: gloo, over all ranks of the ring; nothing else may use it.
         ranks: global ranks in the order of the ring; `rank` is this rank's place among them.
         abort: ends the waits of this rank for messages of the ring.
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
-        rank: int,
-        abort: Callable[[], None] = lambda: None,
+        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, abort: Callable[[], None]
     ) -> None:
         self._group, self._rank, self._abort = group, rank, abort
         self._order = [dist.get_group_rank(group, each) for each in ranks]
@@ -95,22 +93,21 @@ class Watch:
         self._queue: deque[Meeting] = deque()
         self._failure: BaseException | None = None
         """Why no call may follow, if that is so."""
-        self._thread = threading.Thread(target=self._work, name=f"burst_mcore agreement {rank}", daemon=True)
-        self._calls = 0
-        """This, and what follows, is of the thread that makes the calls."""
         self._last: Meeting | None = None
+        """This, and what follows, is of the thread that makes the calls."""
+        self._calls = 0
         self._seen = Latest()
         """Kinds of claims on which all ranks have agreed."""
-
-    def _start(self) -> None:
-        _RUNNING.add(self)
+        self._thread = threading.Thread(target=self._work, name=f"burst_mcore agreement {rank}", daemon=True)
         self._thread.start()
+        # A thread that wakes after the interpreter's end would abort the process.
+        atexit.register(self.close, "the process of this rank ends")
 
     def close(self, why: str = DESTROYED) -> None:
         """Stop the thread, also one that looks late, on a busy machine. No call may follow."""
+        atexit.unregister(self.close)
         self._stop(RuntimeError(why))
-        if self._thread.ident is not None:
-            self._thread.join(10 * LOOK_EVERY.total_seconds())
+        self._thread.join(10 * LOOK_EVERY.total_seconds())
 
     def _stop(self, error: BaseException | None, *, tell: bool = False) -> bool:
         """Let no call follow on this rank, nor on any if `tell`; return whether it is the first error."""
@@ -136,8 +133,8 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             self._store.set(key, json.dumps(note))
 
-    def _leave_place(self, call: int, place: str, group: str = "", number: int = 0) -> None:
-        self._leave(f"at/{self._rank}", [call, f"rank {self._rank}, last at {place}", group, number])
+    def _leave_place(self, number: int, place: str, group: str = "", collective: int = 0) -> None:
+        self._leave(f"at/{self._rank}", [number, f"rank {self._rank}, last at {place}", group, collective])
 
     def _find(self, key: str, default: Any = None) -> Any:
         """Return a note, if there is one, and the store has not ended."""
@@ -146,12 +143,12 @@ class Watch:
         return default
 
     def _work(self) -> None:
-        """Exchange words, meeting after meeting, until the ring has failed: the other thread's function."""
+        """Exchange words, meeting after meeting, until the ring has failed: the thread's function."""
         number = 0
         try:
             while True:
                 meeting = self._next(number)
-                number = meeting.call
+                number = meeting.number
                 words = self._exchanged(meeting)
                 try:
                     claims = partial(self._claims, meeting)
@@ -196,12 +193,12 @@ class Watch:
         gloo, one after another.
         """
         if "at" in meeting.fields:
-            self._leave_place(meeting.call, meeting.fields["at"])
-        mine, hub = torch.tensor(meeting.word), self._order[self._rank] == 0
-        table = torch.empty(len(self._order), len(mine), dtype=torch.int64)
-        rows = list(table.unbind()) if hub else None
-        gathering = dist.gather(mine, rows, group=self._group, group_dst=0, async_op=True)
-        if hub:
+            self._leave_place(meeting.number, meeting.fields["at"])
+        word, is_hub = torch.tensor(meeting.word), self._order[self._rank] == 0
+        table = torch.empty(len(self._order), len(word), dtype=torch.int64)
+        rows = list(table.unbind()) if is_hub else None
+        gathering = dist.gather(word, rows, group=self._group, group_dst=0, async_op=True)
+        if is_hub:
             self._until(gathering, meeting)
         self._until(dist.broadcast(table, group=self._group, group_src=0, async_op=True), meeting)
         words: list[Word] = table[self._order].tolist()
@@ -227,14 +224,13 @@ class Watch:
 
     def _look(self, meeting: Meeting | None) -> None:
         """Raise the failure of any rank; find why others refuse a meeting."""
-        failure = self._failure
         try:
-            failure = failure or self._failure_told()
+            failure = self._failure or self._failure_told()
         except RuntimeError as lost:
             failure = None if meeting is None else self._gone(meeting, lost)
         if failure is not None:
             raise failure
-        refusal = meeting and self._find(f"refusal/{meeting.call}")
+        refusal = meeting and self._find(f"refusal/{meeting.number}")
         if meeting is not None and refusal is not None:  # it is not kept back until all have come
             if meeting.word[0] == AHEAD:
                 raise ValueError(refusal)
@@ -243,27 +239,28 @@ class Watch:
     def _look_for_late(self, meeting: Meeting, seconds: float) -> None:
         """Raise RuntimeError if a rank waits elsewhere for this one; log which ranks have not come."""
         late, here = self._late(meeting), meeting.fields.get("at", "a call of the ring")
-        for _, text, name, number in late:
+        for text, (name, number) in late.items():
             if any(_begun(group) < number for group in c10d._world.pg_names if group.group_name == name):
                 raise RuntimeError(f"{text}, waits for rank {self._rank}, which waits at {here}")
         if "at" in meeting.fields and seconds > WARN_AFTER:
-            absent = _listed(late)
+            absent = "; ".join(late) or "a message"
             logger.warning("rank %d has waited for %d s at %s, for %s", self._rank, seconds, here, absent)
 
-    def _late(self, meeting: Meeting) -> list[list[Any]]:
-        """Return last notes of ranks with none since a meeting: number, sync point, group, collective."""
-        ranks = range(len(self._order))
+    def _late(self, meeting: Meeting) -> dict[str, tuple[str, int]]:
+        """Return the last sync points of ranks with none since a meeting, with group and collective."""
         notes = [
-            self._find(f"at/{rank}", [0, f"rank {rank}, last at no sync point", "", 0]) for rank in ranks
+            self._find(f"at/{rank}", [0, f"rank {rank}, last at no sync point", "", 0])
+            for rank in range(len(self._order))
         ]
-        return [note for note in notes if note[0] < meeting.call]
+        return {place: (group, number) for of, place, group, number in notes if of < meeting.number}
 
     def _gone(self, meeting: Meeting, error: RuntimeError) -> Exception:
         """Return why an exchange failed."""
-        refusal, here = self._find(f"refusal/{meeting.call}"), meeting.fields.get("at")
+        refusal, here = self._find(f"refusal/{meeting.number}"), meeting.fields.get("at")
         if refusal is not None:
             return ValueError(refusal)
-        waits = "" if here is None else f" is at {here}, and waits for {_listed(self._late(meeting))}"
+        absent = "" if here is None else "; ".join(self._late(meeting)) or "a message"
+        waits = "" if here is None else f" is at {here}, and waits for {absent}"
         return GoneError(
             f"rank {self._rank} of {len(self._order)}{waits}: another rank of the ring has gone or did not "
             f"come to this call, before its first ring step; look for the first error among the others "
@@ -272,11 +269,11 @@ class Watch:
 
     def _claims(self, meeting: Meeting) -> dict[int, Told]:
         """Return the claims of all ranks, or of one that refuses; the ranks that are gone have none."""
-        refusal = self._find(f"refusal/{meeting.call}")
+        refusal = self._find(f"refusal/{meeting.number}")
         if refusal is not None:
             return {self._rank: ({}, refusal)}
-        self._leave(f"claim/{meeting.call}/{self._rank}", dict(meeting.fields))
-        keys = [f"claim/{meeting.call}/{rank}" for rank in range(len(self._order))]
+        self._leave(f"claim/{meeting.number}/{self._rank}", meeting.fields)
+        keys = [f"claim/{meeting.number}/{rank}" for rank in range(len(self._order))]
         with contextlib.suppress(RuntimeError):
             self._store.wait(keys, ANSWER_WITHIN)  # for all together, however many are gone
         gone = {"answer": f"none within {ANSWER_WITHIN.seconds} s"}
@@ -299,19 +296,5 @@ def stand_of_main_thread() -> tuple[str, str, int] | None:
     return f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}", group.group_name, _begun(group)
 
 
-def _listed(late: list[list[Any]]) -> str:
-    return "; ".join(text for _, text, *_ in late) or "a message"
-
-
 def _begun(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
-
-
-_RUNNING: weakref.WeakSet[Watch] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Stop all threads before the interpreter ends: one that wakes afterwards would abort the process."""
-    for each in list(_RUNNING):
-        each.close("the process of this rank ends")

@@ -49,40 +49,34 @@ def agree_on_call(
     if size == 1:
         return call_of(request, even), Agreed(lengths=even)
     signature = {**request.signature, "gradient wanted": str(needs_gradient), **recompute.signature}
-    problem, kind, may_go_ahead = None, None, False
+    call, kind, may_go_ahead = None, None, False
     with agreement.refusing():
         try:  # as it is if all ranks hold as many tokens
             call = call_of(request, even)
             if_even = call.signature
         except ValueError as error:  # it may be legal with the lengths of the others
-            problem, if_even = error, {"problem": str(error)}
+            if_even = {"problem": str(error)}
         of_known_length = request.device == "cuda" or request.mask.document_ends is not None
-        if problem is None and of_known_length and not recompute.at_most:
-            kind = "forward", needs_gradient, *recompute.signature.values(), *_kind(request, call)
+        if call is not None and of_known_length and not recompute.at_most:
+            like = request.shard, request.config, request.scores, request.mask.of_layer
+            results = request.return_lse, request.sinks, request.rotates, needs_gradient
+            choices = call.route, call.direction, call.kernel.name
+            kind = "forward", *like, *results, *choices, *recompute.signature.values()
             transport = transport_of(topology, call.route, request.config.max_ctas)
             may_go_ahead = transport.connected(passes_of(call, needs_gradient))
     claim = Claim({"pass": "forward", **signature}, (tokens,), if_even, kind, may_go_ahead)
-    agreed = agreement.meet(claim)
-    if agreed.lengths == even:
-        if problem is not None:
-            raise problem
-        return call, agreed
+    meeting = agreement.meet(claim)
+    if call is not None and meeting.lengths == even:
+        return call, meeting
     with agreement.refusing():  # perhaps of this rank alone: its kernels are its own
-        call = call_of(request, agreed.lengths)
-    known = agreement.meet(Claim({"pass": "forward, lengths known", **signature, **call.signature}))
-    return call, agreed._replace(label=known.label)
+        call = call_of(request, meeting.lengths)
+    second = agreement.meet(Claim({"pass": "forward, lengths known", **signature, **call.signature}))
+    return call, meeting._replace(label=second.label)
 
 
 def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
     """Return the passes whose communicators a forward makes: its own, and that of its backward."""
     return (Pass.FORWARD, call.direction) if needs_gradient else (Pass.FORWARD,)
-
-
-def _kind(request: Request, call: Call) -> tuple[object, ...]:
-    """Return the properties by which a call is like an earlier one, whatever the documents."""
-    shared = request.shard, request.config, request.scores, request.mask.of_layer
-    wanted = request.return_lse, request.sinks, request.rotates
-    return *shared, *wanted, call.route, call.direction, call.kernel.name
 
 
 def agree_on_backward(
@@ -112,5 +106,5 @@ def agree_on_backward(
 def least(agreement: Agreement, value: float) -> float:
     """Return the least of all ranks' values, not negative: such floats are ordered as their bits are."""
     bits = struct.unpack("q", struct.pack("d", value))
-    agreed = agreement.meet(Claim({"pass": "least of all"}, bits))
-    return float(struct.unpack("d", struct.pack("q", min(agreed.lengths)))[0])
+    meeting = agreement.meet(Claim({"pass": "least of all"}, bits))
+    return float(struct.unpack("d", struct.pack("q", min(meeting.lengths)))[0])

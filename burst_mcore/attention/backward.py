@@ -104,7 +104,7 @@ class _Backward(ABC):
         self.call.prepare(self.pass_, self.queries.q.device)
         executor.run(self.call.bound(self.pass_), self.compute, self.accumulate, self.keep)
         if outward:
-            rotated, stayed = outward[Kind.ROTATING_OUT].own, outward[Kind.STAYING_OUT].own
+            rotated, stayed = outward[Kind.ROTATING_OUT].local, outward[Kind.STAYING_OUT].local
         else:
             rotated = tuple(self.lease.keep(total) for total in self.own.results())
             self.blocks.close(self.call.ring_rank)

@@ -50,9 +50,7 @@ class Call:
     lse_at_home: bool = False
     """Whether lse, too, returns to the rank that owns its rows, under head x ring."""
     _bound: dict[Pass, Bound] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _tiles: dict[object, tuple[Tile, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _tiles: dict[object, Tiles] = field(default_factory=dict, init=False, repr=False, compare=False)
     _variants: dict[object, Call] = field(default_factory=dict, init=False, repr=False, compare=False)
     _prepared: set[object] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -90,8 +88,8 @@ class Call:
     @cached_property
     def head_group(self) -> HeadGroup:
         """The ranks that share heads with this rank."""
-        rows = (self.plan.member_rows(self.ring_rank, member) for member in range(self.route.heads))
-        return HeadGroup(self.member, tuple(rows))
+        of_members = (self.plan.stretches(self.ring_rank, member) for member in range(self.route.heads))
+        return HeadGroup(self.member, tuple(tuple(each.rows for each in of_one) for of_one in of_members))
 
     def keys_met(self, source: int) -> Rows:
         """Return the key rows of a ring rank that this rank's queries attend to."""
@@ -125,11 +123,11 @@ class Call:
         """Return the tiles of one compute of a pass."""
         key = pass_, action.source, action.part
         if key not in self._tiles:
-            own, source, part, abilities = self.ring_rank, action.source, action.part, self.kernel.abilities
+            source, part, abilities = action.source, action.part, self.kernel.abilities
             if pass_ == Pass.QUERY:
-                tiles = tiles_of(self.plan, source, own, abilities, k_part=part, keys_stay=True)
+                tiles = tiles_of(self.plan, source, self.ring_rank, abilities, k_part=part, keys_stay=True)
             else:
-                tiles = tiles_of(self.plan, own, source, abilities, q_part=part)
+                tiles = tiles_of(self.plan, self.ring_rank, source, abilities, q_part=part)
             self._tiles[key] = tiles
         return self._tiles[key]
 

@@ -158,14 +158,14 @@ def check_parts(latent: Latent) -> None:
         )
 
 
-def no_group(topology: Topology, device: str) -> ValueError:
-    """Return the error of a call on a ring without a process group for this device."""
-    if topology.communicators is None:
-        return ValueError(f"a ring of {topology.size} ranks needs its process group: Topology.from_group")
+def check_group(topology: Topology, device: str) -> None:
+    """Check that a ring has a process group for messages of tensors on this device."""
+    groups, size = topology.communicators, topology.size
+    if groups is None and size > 1:
+        raise ValueError(f"a ring of {size} ranks needs its process group: Topology.from_group")
     backend = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device, "cpu or cuda tensors")
-    return ValueError(
-        f"{device} tensors need a process group with {backend}, got {topology.communicators.backends}"
-    )
+    if groups is not None and backend not in groups.backends:
+        raise ValueError(f"{device} tensors need a process group with {backend}, got {groups.backends}")
 
 
 @lru_cache(maxsize=1024)
@@ -174,21 +174,15 @@ def check_lengths(layout: Layout, lengths: tuple[int, ...]) -> None:
     n, size = sum(lengths), len(lengths)
     if n < 1:
         raise ValueError("the sequence is empty: no rank holds a token")
-    legal = legal_lengths(layout, n, size)
+    rank, start, stop, step = layout.run_table(n, size).unbind(1)
+    of_run = -((start - stop.clamp(max=n)) // step).clamp(max=0)
+    legal = tuple(torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run).tolist())
     if lengths != legal:
         raise ValueError(
             f"the ranks hold {_listed(lengths)} tokens, {n} in all, but layout {layout} on {size} ranks "
             f"shards them as {_listed(legal)}: use burst_mcore.shard(), or pad the sequence to a multiple of "
             f"{layout.divisor(size)} tokens"
         )
-
-
-def legal_lengths(layout: Layout, n: int, size: int) -> tuple[int, ...]:
-    """Return the number of tokens of each rank, of n in all; ValueError as `Layout.padded`."""
-    rank, start, stop, step = layout.run_table(n, size).unbind(1)
-    of_run = -((start - stop.clamp(max=n)) // step)
-    lengths = torch.zeros(size, dtype=torch.int64).index_add_(0, rank, of_run.clamp(min=0))
-    return tuple(lengths.tolist())
 
 
 def _listed(lengths: Sequence[int]) -> str:

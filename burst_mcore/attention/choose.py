@@ -158,8 +158,8 @@ def kernel_seconds(shard: Shard, pass_: Pass, rates: Rates, pairs: Tensor) -> Te
     wave = rates.wave if forward or rates.wave_backward is None else rates.wave_backward
     q, out, kv = heads * shard.head_dim, heads * shard.value_dim, shard.batch * math.prod(shard.carried)
     # Bytes for each number of a row, as tests/kernels/test_passes.py counts them on a ring of 8.
-    around = {Pass.FORWARD: 2.5 * out, Pass.KV: 2.5 * q + 10 * kv, Pass.QUERY: 10 * q + 2.5 * kv + 3.3 * out}
-    per_row = (rates.fill + wave / 2 / heads) * per_pair + around[pass_] / rates.memory
+    moves = {Pass.FORWARD: 2.5 * out, Pass.KV: 2.5 * q + 10 * kv, Pass.QUERY: 10 * q + 2.5 * kv + 3.3 * out}
+    per_row = (rates.fill + wave / 2 / heads) * per_pair + moves[pass_] / rates.memory
     if shard.latent_rotates and pass_ != Pass.QUERY:
         per_row += expansion_seconds(shard, pass_, rates)
     return pairs * per_pair + (2 * pairs).sqrt().clamp(max=shard.tokens) * per_row
@@ -171,9 +171,9 @@ def expansion_seconds(shard: Shard, pass_: Pass, rates: Rates) -> float:
         return 0.0
     products = 1 if pass_ == Pass.FORWARD else 3  # of K and V; of the latent's and of the weights'
     width, rope = shard.latent
-    made = shard.batch * shard.kv_heads * (shard.head_dim - rope + shard.value_dim)
-    moved = 2 * made * shard.itemsize * (1 if products == 1 else 2)
-    return 2 * products * made * width / rates.compute + moved / rates.memory
+    outputs = shard.batch * shard.kv_heads * (shard.head_dim - rope + shard.value_dim)
+    traffic = 2 * outputs * shard.itemsize * (1 if products == 1 else 2)
+    return 2 * products * outputs * width / rates.compute + traffic / rates.memory
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ def best(costed: Sequence[Candidate]) -> Candidate:
 
 
 def _order(c: Candidate) -> tuple[float, ...]:
-    route, sent, of_kv = c.route, (c.inter_bytes, c.intra_bytes), c.direction != Pass.QUERY
+    route, sizes, of_kv = c.route, (c.inter_bytes, c.intra_bytes), c.direction != Pass.QUERY
     side = (float(f"{c.seconds:.2e}"), not of_kv) if route.ring_size == 1 else (of_kv,)
-    return (c.family, c.ring == "flat", *sent, route.heads, route.outer, *side, route.mirrored)
+    return (c.family, c.ring == "flat", *sizes, route.heads, route.outer, *side, route.mirrored)
 
 
 class Decision(NamedTuple):
@@ -252,23 +252,23 @@ def _of_kind(question: Question, settings: Settings, rotates: str) -> Decision:
 
 def candidates(question: Question, settings: Settings) -> list[Candidate]:
     """Return all candidates of the settings, rings in both directions, with counted seconds and bytes."""
-    short, costed = question.shortened(settings.degrees), list[Candidate]()
+    short, results = question.shortened(settings.degrees), list[Candidate]()
     pairs = pairs_between(short.layout, short.mask, short.n, short.ranks.size)
     # With windows the additional steps of a longer ring only carry messages.
     longer = 1.0 if question.reach is None else question.ranks.size / short.ranks.size
-    both = zip(routes(short, settings).items(), routes(question, settings), strict=True)
-    for (route, ring), whole in both:
+    route_pairs = zip(routes(short, settings).items(), routes(question, settings), strict=True)
+    for (route, ring), long_route in route_pairs:
         plan = plan_of(short.layout, short.mask, short.n, route.placement)
         for turn in (False, True) if route.has_mirror and not plan.everything else (False,):
             passes = Pass.FORWARD, *settings.directions
-            variant, turned = (replace(each, mirrored=turn) for each in (route, whole))
+            variant, long_variant = (replace(each, mirrored=turn) for each in (route, long_route))
             first, *others = (_Counted(short, plan, pairs, variant, each, longer) for each in passes)
             for side, second in zip(settings.directions, others, strict=True):
                 seconds = first.seconds, second.seconds, first.busiest + second.busiest
                 within, between = map(round, (first.sent + second.sent).tolist())
-                family = Family.of(whole, question.ranks.intra)
-                costed.append(Candidate(ring, turned, side, *seconds, within, between, family))
-    return costed
+                family = Family.of(long_route, question.ranks.intra)
+                results.append(Candidate(ring, long_variant, side, *seconds, within, between, family))
+    return results
 
 
 class _Counted:
@@ -309,8 +309,8 @@ class _Counted:
         within = int((self.members // intra == self.members[0] // intra).sum()) - 1
         between = heads - 1 - within
         self.sent += torch.tensor([within * size, between * size])
-        crowded = max(1.0, min(intra, heads) / 2) ** self.rates.crowding
-        wire = max(within * crowded / self.rates.link(inter=False), between / self.rates.link(inter=True))
+        slowdown = max(1.0, min(intra, heads) / 2) ** self.rates.crowding
+        wire = max(within * slowdown / self.rates.link(inter=False), between / self.rates.link(inter=True))
         return float(size * (wire + COPIES * heads / self.rates.memory) + self.rates.latency)
 
     def _transfer(self, source: Tensor, size: Tensor) -> Tensor:
@@ -318,8 +318,8 @@ class _Counted:
         inter = self.rank[source] // self.intra != self.rank // self.intra
         self.sent += torch.stack([size * ~inter, size * inter]).mean(-1).view(2, -1).sum(1)
         members = min(self.intra, self.route.size) if self.route.direct else 1
-        crowded = max(1.0, members / 2) ** self.rates.crowding
-        within, between = crowded / self.rates.link(inter=False), 1 / self.rates.link(inter=True)
+        slowdown = max(1.0, members / 2) ** self.rates.crowding
+        within, between = slowdown / self.rates.link(inter=False), 1 / self.rates.link(inter=True)
         seconds = size * torch.where(inter, between, within)
         return torch.where(size > 0, seconds + self.rates.latency, -torch.inf)
 
@@ -347,10 +347,10 @@ class _Counted:
         size = self.size[Kind.DATA] + self.size[Kind.GRADIENT] * self.gradients
         transfers = self._transfer(source, self.read[source, self.here] * size)
         work, results = self._kernels(source)
-        clock = begun = torch.zeros_like(results)
+        clock = starts = torch.zeros_like(results)
         for owner, kernel, transfer in zip(source, work, transfers, strict=True):
-            clock = _met(clock, begun if self.overlap else clock, owner, transfer)
-            begun = torch.where(kernel > 0, clock, begun)  # the step that computes meanwhile
+            clock = _met(clock, starts if self.overlap else clock, owner, transfer)
+            starts = torch.where(kernel > 0, clock, starts)  # of the step that computes meanwhile
             clock = clock + kernel
         return clock + results
 
@@ -367,34 +367,34 @@ class _Counted:
         data, gradient = self.size[Kind.DATA], self.size[Kind.GRADIENT]
         read = self.read[self.here, reader]  # of each owner's block, by round and place
         by_round, at = read.amax(1), (i[:, 0], owner[:, 0])
-        ahead = read.flip(1).cummax(1).values.flip(1)[i, j, owner] * data
+        onward = read.flip(1).cummax(1).values.flip(1)[i, j, owner] * data
         within, across = torch.zeros_like(read), torch.zeros(nodes + 1, len(node), dtype=torch.float64)
-        within[:, :-1] = ahead[:, 1:]
+        within[:, :-1] = onward[:, 1:]
         across[: nodes - 1] = by_round.flip(0).cummax(0).values.flip(0)[at][1:] * data
         if self.gradients:
             within[:, 1:] += read.cummax(1).values[:, :-1][i, j[:-1], owner[:, 1:]] * gradient
             by_round[0] *= nodes == 1
             across[2:] += by_round.cummax(0).values[at][1:] * gradient
             if nodes > 1 and intra > 1:  # the blocks of the own node come last
-                within[0, 0], within[-1, -1] = 0, ahead[0, 1]
+                within[0, 0], within[-1, -1] = 0, onward[0, 1]
         transfers = self._transfer(previous, within.flatten(0, 1)[steps])
         between = self._transfer(before, across[: len(rounds)])
         kernels, results = self._kernels(owner.flatten(0, 1)[steps])
         inner = zip(kernels, transfers, strict=True)
         clock = torch.zeros_like(results)
         for (_, places), seconds in zip(rounds, between, strict=True):
-            begun = clock
+            starts = clock
             for _, (kernel, transfer) in zip(places, inner, strict=False):
                 end = clock + kernel
                 clock = _met(end, clock if self.overlap else end, previous, transfer)
-            clock = _met(clock, begun if self.overlap else clock, before, seconds)
+            clock = _met(clock, starts if self.overlap else clock, before, seconds)
         home, total = previous if intra > 1 else before, self.size[Kind.TOTAL] * self.gradients
         arrival = _met(clock, clock, home, self._transfer(home, read.amax((0, 1)) * total))
-        carried = torch.maximum(*(each.clamp(min=0).sum(0) for each in (transfers, between)))
-        return torch.maximum(arrival, clock + results) + carried * (longer - 1)
+        busy = torch.maximum(*(each.clamp(min=0).sum(0) for each in (transfers, between)))
+        return torch.maximum(arrival, clock + results) + busy * (longer - 1)
 
 
-def _met(clock: Tensor, begun: Tensor, source: Tensor, seconds: Tensor) -> Tensor:
-    """Return the times after a wait at `clock` for messages, received and sent, that began at `begun`."""
-    arrival = torch.maximum(begun, begun[source]) + seconds
+def _met(clock: Tensor, starts: Tensor, source: Tensor, seconds: Tensor) -> Tensor:
+    """Return the times after a wait at `clock` for messages, received and sent, that begin at `starts`."""
+    arrival = torch.maximum(starts, starts[source]) + seconds
     return torch.maximum(clock, torch.maximum(arrival, arrival[source.argsort()]))

@@ -65,7 +65,7 @@ def attention_forward(
         compare(CallId(request, entered.layer, options.topology))
     results = run_forward(request, options.topology, tensors, needs_gradient, NOTHING_KEPT)
     pairs = zip((results.lse, results.max_logit), _statistics(q), strict=True)
-    lse, max_logit = (given if given.numel() else blank for given, blank in pairs)
+    lse, max_logit = (result if result.numel() else blank for result, blank in pairs)
     values = torch.tensor([results.record.number, *results.record.lengths], pin_memory=q.is_cuda)
     ticket = values.to(q.device, non_blocking=True)
     on_ring = () if results.saved.q is q else results.saved[:4]  # under head x ring q, k, v and lse

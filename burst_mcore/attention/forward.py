@@ -72,7 +72,7 @@ class _Forward:
         if not outward:
             out, lse = self.softmax.result()
             return Attended(out, lse, self.q, self.keys.k, self.keys.v, lse, self.max_logit)
-        out, *at_home = outward[Kind.STAYING_OUT].own
+        out, *at_home = outward[Kind.STAYING_OUT].local
         lse_at_home = at_home[0] if at_home else None
         ring_lse, max_logit = self.softmax.lse(), self.of_all_heads()
         return Attended(out, lse_at_home, self.q, self.keys.k, self.keys.v, ring_lse, max_logit)

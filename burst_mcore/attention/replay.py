@@ -7,9 +7,8 @@ backward, computes them again. `burst_mcore.checkpointing` registers both execut
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -24,6 +23,7 @@ from burst_mcore.attention.geometry.rows import Rows, count, gather, scatter_vie
 from burst_mcore.attention.request import Request
 from burst_mcore.attention.runtime.executor import Transport
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.wrap import while_set
 
 
 class RecomputeError(RuntimeError):
@@ -100,7 +100,7 @@ NOTHING_KEPT = Recompute()
 
 
 class SavedCalls(Protocol):
-    """The forward of one call of a checkpointed function."""
+    """The forward of one call of a checkpointed function, or its recomputation."""
 
     keeps: bool
     """Whether results may be kept; else calls are only compared."""
@@ -110,12 +110,6 @@ class SavedCalls(Protocol):
 
     def record(self, call_id: CallId, suffix: SavedSuffix) -> None:
         """Save the suffix results of a call."""
-
-
-class Replay(Protocol):
-    """The recomputation of one call of a checkpointed function."""
-
-    keeps: bool
 
     def replay(self, call_id: CallId) -> SavedSuffix | None:
         """Return the suffix results that the forward saved of this call; None from the second time on.
@@ -129,7 +123,7 @@ class _Entered(threading.local):
     """The checkpointed forwards and recomputations of a thread, outermost first."""
 
     recordings: tuple[SavedCalls, ...] = ()
-    replays: tuple[Replay, ...] = ()
+    replays: tuple[SavedCalls, ...] = ()
     layer: str | None = None
     """The name of the layer, if known."""
     in_checkpoint: bool = False
@@ -141,8 +135,7 @@ entered = _Entered()
 
 def keeps_results() -> bool:
     """Return whether a checkpoint of this thread may save results of calls, or has saved some."""
-    scopes: tuple[SavedCalls | Replay, ...] = (*entered.recordings, *entered.replays)
-    return any(scope.keeps for scope in scopes)
+    return any(scope.keeps for scope in (*entered.recordings, *entered.replays))
 
 
 def compare(call_id: CallId) -> None:
@@ -167,31 +160,9 @@ def recompute_of(call_id: CallId) -> Recompute:
     return Recompute(keep, at_most)
 
 
-def of_layer(name: str) -> contextlib.AbstractContextManager[None]:
+def of_layer(name: str) -> AbstractContextManager[None]:
     """Set the layer of calls on this thread: part of their `CallId`, and named in errors."""
-    return _as("layer", name)
-
-
-def recording(scope: SavedCalls) -> contextlib.AbstractContextManager[None]:
-    """Mark this thread as inside a checkpointed forward."""
-    return _as("recordings", (*entered.recordings, scope))
-
-
-def replaying(scope: Replay) -> contextlib.AbstractContextManager[None]:
-    """Mark this thread as inside a recomputation."""
-    return _as("replays", (*entered.replays, scope))
-
-
-@contextlib.contextmanager
-def _as(name: str, value: object) -> Iterator[None]:
-    previous, in_checkpoint = getattr(entered, name), entered.in_checkpoint
-    setattr(entered, name, value)
-    entered.in_checkpoint = bool(entered.recordings or entered.replays)
-    try:
-        yield
-    finally:
-        setattr(entered, name, previous)
-        entered.in_checkpoint = in_checkpoint
+    return while_set(entered, layer=name)
 
 
 def forward_of_prefix(

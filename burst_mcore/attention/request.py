@@ -17,11 +17,11 @@ from torch.autograd import forward_ad
 from burst_mcore.agreement.claims import Signature
 from burst_mcore.agreement.watch import Latest
 from burst_mcore.attention.checks import (
+    check_group,
     check_latent,
     check_settings,
     check_sinks,
     check_tensors,
-    no_group,
 )
 from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.kernel import Scores
@@ -124,8 +124,7 @@ class Request:
 def validate(tensors: Tensors, options: Options) -> Request:
     """Return the request of these arguments; ValueError if they are illegal on any ring."""
     topology = options.topology
-    communicators = topology.communicators
-    backends = communicators and communicators.backends
+    backends = topology.communicators and topology.communicators.backends
     place = topology.rank, topology.size, topology.intra_size, topology.rates, backends
     kind = tuple([_kind_of(x) for x in tensors]), place, options[1:]
     try:
@@ -134,8 +133,7 @@ def validate(tensors: Tensors, options: Options) -> Request:
         request = None
     if request is None:
         request = _checked(tensors, options)
-        if topology.size > 1 and (communicators is None or not communicators.reach(tensors.q.device)):
-            raise no_group(topology, request.device)
+        check_group(topology, request.device)
         _LEGAL[kind] = request
     return request
 

@@ -19,7 +19,6 @@ from burst_mcore.attention.request import Request
 from burst_mcore.attention.runtime.executor import GroupTransport
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.actions import Pass
-from burst_mcore.attention.schedule.heads import why_not_placed
 from burst_mcore.attention.schedule.route import placements, rings_of, route_for
 from burst_mcore.config import BurstConfig
 
@@ -79,10 +78,10 @@ def connect(topology: Topology, config: BurstConfig) -> None:
         return
     degree = config.head_parallel if isinstance(config.head_parallel, int) else 1
     ranks = Ranks(topology.size, topology.intra_size)
-    why_not = why_not_placed(degree, ranks)
-    if why_not is not None:
+    if ranks.size % degree:
         raise ValueError(
-            f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: {why_not}"
+            f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: it does not "
+            f"divide the {ranks.size} ranks"
         )
     variants = product(rings_of(config.ring, ranks), placements(config.head_placement, degree, ranks))
     for ring, outer in variants:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,10 +37,14 @@ class OnDevice:
 class OffloadedResults:
     """A call's results in pinned host memory, prefetched when backward takes the next call's results."""
 
-    def __init__(self, suffix: SavedSuffix, before: weakref.ref[OffloadedResults] | None) -> None:
-        self._cut, self._before = suffix.cut, before
+    _last: ClassVar[weakref.ref[OffloadedResults] | None] = None
+    """The results that were saved last, which backward takes first."""
+
+    def __init__(self, suffix: SavedSuffix) -> None:
+        self._cut, self._before = suffix.cut, self._last
         self._there = [(_sent(x if suffix.copied else x.clone()), x.device) for x in suffix.tensors]
         self._here: list[Tensor] | None = None
+        OffloadedResults._last = weakref.ref(self)
 
     def fetch(self) -> None:
         """Start the copies back to the device."""
@@ -55,6 +60,10 @@ class OffloadedResults:
         if before is not None:
             before.fetch()
         return SavedSuffix(self._cut, self._here, copied=True)
+
+
+SavedResults = OnDevice | OffloadedResults
+"""Saved results of a suffix; `take` is called once."""
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -8,18 +8,14 @@ from dataclasses import dataclass, field
 
 from burst_mcore.attention.geometry.cuts import check_keep
 from burst_mcore.attention.replay import SavedSuffix
-from burst_mcore.checkpointing.offload import OffloadedResults
-from burst_mcore.checkpointing.scope import Policy, SavedResults
+from burst_mcore.checkpointing.offload import OffloadedResults, SavedResults
+from burst_mcore.checkpointing.scope import Policy
 from burst_mcore.words import brief
 
 
 @dataclass(frozen=True)
 class Full(Policy):
     """Save nothing: recompute attention."""
-
-    @property
-    def keeps_nothing(self) -> bool:
-        return True
 
     def share(self, size: int) -> tuple[float, bool]:
         return 0.0, False
@@ -63,10 +59,6 @@ class Segment(Policy):
             check_keep(self.keep)
             if self.memory_gb is not None:
                 raise ValueError(f"memory_gb is for keep='auto', got {self.memory_gb!r}, keep={self.keep!r}")
-
-    @property
-    def keeps_nothing(self) -> bool:
-        return self.keep == 0
 
     def share(self, size: int) -> tuple[float, bool]:
         if not isinstance(self.keep, str):
@@ -121,15 +113,10 @@ class Offload(Policy):
     """
 
     policy: Policy
-    _chain: _Chain = field(default_factory=lambda: _Chain(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Policy) or isinstance(self.policy, Offload):
             raise ValueError(f"Offload takes Full(), KeepAttention(), Segment(...), got {brief(self.policy)}")
-
-    @property
-    def keeps_nothing(self) -> bool:
-        return self.policy.keeps_nothing
 
     def share(self, size: int) -> tuple[float, bool]:
         return self.policy.share(size)
@@ -137,17 +124,6 @@ class Offload(Policy):
     def hold(self, suffix: SavedSuffix) -> SavedResults:
         if not any(x.is_cuda for x in suffix.tensors):
             return self.policy.hold(suffix)
-        results = OffloadedResults(suffix, self._chain.last)
-        self._chain.last = weakref.ref(results)
+        results = OffloadedResults(suffix)
         self.policy.watch(results, suffix)
         return results
-
-
-class _Chain:
-    """The most recently saved results, which backward takes first."""
-
-    def __init__(self) -> None:
-        self.last: weakref.ref[OffloadedResults] | None = None
-
-    def __reduce__(self) -> tuple[type[_Chain], tuple[()]]:
-        return _Chain, ()

@@ -10,26 +10,14 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
 from burst_mcore.attention.agree import agreement_of
-from burst_mcore.attention.replay import (
-    CallId,
-    RecomputeError,
-    SavedSuffix,
-    recording,
-    replaying,
-)
-from burst_mcore.checkpointing.offload import OnDevice
-
-
-class SavedResults(Protocol):
-    """Saved results of a suffix, on the device or on the host."""
-
-    def take(self) -> SavedSuffix:
-        """Return the results; called once."""
+from burst_mcore.attention.replay import CallId, RecomputeError, SavedSuffix, entered
+from burst_mcore.checkpointing.offload import OnDevice, SavedResults
+from burst_mcore.wrap import while_set
 
 
 @dataclass(frozen=True)
@@ -39,7 +27,7 @@ class Policy(ABC):
     @property
     def keeps_nothing(self) -> bool:
         """Whether this is plain checkpointing, in which calls are only compared."""
-        return False
+        return self.share(1) == (0.0, False)
 
     @abstractmethod
     def share(self, size: int) -> tuple[float, bool]:
@@ -87,12 +75,14 @@ class Record:
         self.keeps = not policy.keeps_nothing
         self.call_ids: list[CallId] = []
         self.held: list[SavedResults | None] = []
+        self.repeated = 0
+        """The calls of the recomputation so far."""
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Wrap the forward: record the calls in it, from the first on."""
         self.call_ids, self.held = [], []
-        with recording(self):
+        with while_set(entered, recordings=(*entered.recordings, self), in_checkpoint=True):
             yield
 
     def share(self, call_id: CallId) -> tuple[float, bool]:
@@ -109,44 +99,38 @@ class Record:
         Raises:
             RecomputeError: the recomputation ended with fewer calls than the forward.
         """
-        again = _Recomputation(self)
-        with replaying(again):
+        self.repeated = 0
+        with while_set(entered, replays=(*entered.replays, self), in_checkpoint=True):
             yield
-        if again.calls < len(self.call_ids):
-            call_id = self.call_ids[again.calls]
+        if self.repeated < len(self.call_ids):
+            call_id = self.call_ids[self.repeated]
             error = RecomputeError(
-                f"the recomputation of {self.name} made {again.calls} calls of burst_attention, but its "
+                f"the recomputation of {self.name} made {self.repeated} calls of burst_attention, but its "
                 f"forward made {len(self.call_ids)}; the next was {call_id}: a checkpointed function must do "
                 f"the same both times"
             )
             with agreement_of(call_id.topology).refusing():  # the other ranks may wait for the call
                 raise error
 
-
-class _Recomputation:
-    def __init__(self, record: Record) -> None:
-        self._record, self.keeps = record, record.keeps
-        self.calls = 0
-
     def replay(self, call_id: CallId) -> SavedSuffix | None:
-        number, record = self.calls, self._record
-        self.calls += 1
-        if number >= len(record.call_ids):
+        number = self.repeated
+        self.repeated += 1
+        if number >= len(self.call_ids):
             raise RecomputeError(
-                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {call_id}, has "
-                f"no record: its forward made {len(record.call_ids)}; a checkpointed function must do the "
+                f"call {number + 1} of burst_attention in the recomputation of {self.name}, {call_id}, has "
+                f"no record: its forward made {len(self.call_ids)}; a checkpointed function must do the "
                 f"same both times"
             )
-        if call_id != record.call_ids[number]:
+        if call_id != self.call_ids[number]:
             raise RecomputeError(
-                f"call {number + 1} of burst_attention in the recomputation of {record.name}, {call_id}, is "
-                f"another than in its forward: {call_id.unlike(record.call_ids[number])}"
+                f"call {number + 1} of burst_attention in the recomputation of {self.name}, {call_id}, is "
+                f"another than in its forward: {call_id.unlike(self.call_ids[number])}"
             )
-        results, record.held[number] = record.held[number], None
+        results, self.held[number] = self.held[number], None
         try:
             return None if results is None else results.take()
         except RecomputeError as error:
-            raise RecomputeError(f"{call_id} in {record.name}: {error}") from error
+            raise RecomputeError(f"{call_id} in {self.name}: {error}") from error
 
 
 def is_recorded(policy: Policy) -> bool:

@@ -7,7 +7,7 @@ Work is counted in query-key pairs: by queries (forward, and backward if K and V
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -17,14 +17,13 @@ from torch import Tensor
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED, of_classes
 from burst_mcore.mask.bands import transposed as exchanged
-from burst_mcore.words import brief
 
 EVEN = 1.05
 """The maximum imbalance of a balanced layout."""
 EVEN_WINDOW = 1.10
 """The maximum for windows: a contiguous layout exchanges halos with neighbours only, worth some imbalance."""
 FINEST = 64
-"""The maximum chunks of a rank in `layout_for`."""
+"""The maximum chunks of a rank in `candidates`."""
 LOOKED_AT = 8
 """The number of candidate ranks for a chunk, with the least work."""
 
@@ -44,8 +43,8 @@ def keys_per_query(mask: Mask, n: int, transposed: bool = False) -> Tensor:
         return _count(bands, n)
     pairs = torch.zeros(n, dtype=torch.int64)
     for first in range(min(step, n)):  # within a residue class, every step-th token is a neighbour
-        scaled = of_classes(bands, torch.tensor([first]), step)
-        pairs[first::step] = _count(scaled.clamp(min=-UNBOUNDED), len(range(first, n, step)))
+        of_class = of_classes(bands, torch.tensor([first]), step)
+        pairs[first::step] = _count(of_class.clamp(min=-UNBOUNDED), len(range(first, n, step)))
     return pairs
 
 
@@ -83,9 +82,9 @@ def work(layout: Sharded, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor
     Raises:
         ValueError: the mask does not fit n tokens, or the layout the number of ranks.
     """
-    whole = torch.tensor([n])
+    cuts = torch.tensor([n])
     of_queries, of_keys = (
-        pairs_before(layout, mask, n, size, whole, transposed=transposed)[0] for transposed in (False, True)
+        pairs_before(layout, mask, n, size, cuts, transposed=transposed)[0] for transposed in (False, True)
     )
     return of_queries, of_keys
 
@@ -105,8 +104,8 @@ def pairs_before(
     rank, start, stop, steps = layout.run_table(n, size).unbind(1)
     if (step := int(steps[0])) > 1:  # striped: all runs have this step, and start within the first
         rows = keys_per_query(mask, n, transposed)
-        padded = (torch.nn.functional.pad(rows[:cut], (0, -cut % step)) for cut in cuts.tolist())
-        return torch.stack([each.view(len(each) // step, step).sum(0)[start] for each in padded])
+        parts = (torch.nn.functional.pad(rows[:cut], (0, -cut % step)) for cut in cuts.tolist())
+        return torch.stack([each.view(len(each) // step, step).sum(0)[start] for each in parts])
     sums = _sums(mask, n, transposed)
     before = sums[torch.minimum(stop, cuts[:, None])] - sums[torch.minimum(start, cuts[:, None])]
     return torch.zeros(len(cuts), size, dtype=torch.int64).index_add_(1, rank, before)
@@ -126,28 +125,7 @@ def imbalance(layout: Sharded, mask: Mask, n: int, size: int) -> float:
     )
 
 
-@lru_cache(maxsize=64)
-def layout_for(mask: Mask, n: int, size: int, make: Callable[..., Any]) -> Any:
-    """Return the layout with the fewest remote rows that balances `mask`; else the most balanced layout.
-
-    make: the class Layout. See `Layout.for_mask`.
-    """
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {brief(mask)}: Mask.causal(), Mask.full(), ...")
-    for name, value, noun in (("n", n, "tokens"), ("size", size, "ranks")):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a number of {noun}, at least 1, got {brief(value)}")
-    enough = EVEN_WINDOW if mask.has_window and len(mask.terms) == 1 else EVEN
-    weighed = []
-    for fields in _candidates(mask, n, size):
-        layout = make(**fields)
-        weighed.append((imbalance(layout, mask, n, size), layout))
-        if weighed[-1][0] <= enough:
-            return layout
-    return min(weighed, key=lambda each: each[0])[1]
-
-
-def _candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
+def candidates(mask: Mask, n: int, size: int) -> Iterator[dict[str, Any]]:
     """Yield the fields of layouts, in the order of remote rows."""
     yield {"kind": "contiguous"}
     if size > 1:

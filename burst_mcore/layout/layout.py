@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_mcore.layout.balance import layout_for
+from burst_mcore.layout.balance import EVEN, EVEN_WINDOW, candidates, imbalance
 from burst_mcore.layout.kinds import DEFAULTS, NAMES, LayoutKind, Runs, kind_from, kind_of
 from burst_mcore.mask import Mask
+from burst_mcore.words import brief
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -89,8 +90,7 @@ class Layout:
         Raises:
             ValueError: the mask does not fit n tokens, or size is not a number of ranks.
         """
-        layout: Layout = layout_for(mask, n, size, cls)  # type: ignore[arg-type]  # a class is hashable
-        return layout
+        return _for_mask(mask, n, size)
 
     def __str__(self) -> str:
         return self._word
@@ -158,6 +158,23 @@ class Layout:
         padded = self.padded(n, size)
         edges = torch.zeros(1, dtype=torch.int64) if size == 1 else self.rule.edges(padded, size)
         return edges[edges < n]
+
+
+@lru_cache(maxsize=64)
+def _for_mask(mask: Mask, n: int, size: int) -> Layout:
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {brief(mask)}: Mask.causal(), Mask.full(), ...")
+    for name, value, noun in (("n", n, "tokens"), ("size", size, "ranks")):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a number of {noun}, at least 1, got {brief(value)}")
+    enough = EVEN_WINDOW if mask.has_window and len(mask.terms) == 1 else EVEN
+    layouts: dict[Layout, float] = {}
+    for fields_of in candidates(mask, n, size):
+        layout = Layout(**fields_of)
+        layouts[layout] = imbalance(layout, mask, n, size)
+        if layouts[layout] <= enough:
+            return layout
+    return min(layouts, key=lambda each: layouts[each])
 
 
 @lru_cache(maxsize=1024)

@@ -122,8 +122,10 @@ def _numbers(
 ) -> tuple[tuple[int, ...], int]:
     """Return the numbers that tp_group compares, and the number of valid labels, if `a` is legal."""
     _refuse(_wrong(a, tp_group) or wrong)
-    *labels, negative, valid_tokens = _values(a)
-    _refuse(_wrong_weights(a.weights) if negative else None)
+    *labels, illegal, valid_tokens = _values(a)
+    if illegal and a.weights is not None:
+        lowest, highest = a.weights.min().item(), a.weights.max().item()
+        raise ValueError(f"weights must be finite and at least 0, got {lowest} to {highest}")
     return (len(a.weight), *labels, 0 if tp_group is None else fingerprint(a.weight)), valid_tokens
 
 
@@ -131,11 +133,8 @@ def _wrong(a: LossArguments, tp_group: dist.ProcessGroup | None) -> str | None:
     """Return the error in this rank's arguments; None if they are legal."""
     try:
         Terms(**a.terms)
-        for check in (_wrong_tensors, _wrong_words):
-            text = check(a)
-            if text is not None:
-                return text
-        return _wrong_shapes(a, 1 if tp_group is None else dist.get_world_size(tp_group))
+        size = 1 if tp_group is None else dist.get_world_size(tp_group)
+        return _wrong_tensors(a) or _wrong_weights(a.weights) or _wrong_words(a) or _wrong_shapes(a, size)
     except (ValueError, TypeError, OverflowError) as error:
         return str(error)
 
@@ -162,13 +161,13 @@ def _wrong_tensors(a: LossArguments) -> str | None:
             return f"{name} is {value.dtype}, hidden {a.hidden.dtype}: they must be alike (or use autocast)"
     if a.labels.dtype not in (torch.int64, torch.int32):
         return f"labels must be int64 or int32, got {a.labels.dtype}"
-    return None if a.weights is None else _wrong_kind(a.weights)
+    return None
 
 
-def _wrong_kind(weights: Tensor) -> str | None:
-    if weights.is_complex():
+def _wrong_weights(weights: Tensor | None) -> str | None:
+    if weights is not None and weights.is_complex():
         return f"weights must be real numbers, got {weights.dtype}"
-    if weights.requires_grad:
+    if weights is not None and weights.requires_grad:
         return "weights require a gradient, which is not there: detach them, or weight the losses of 'none'"
     return None
 
@@ -226,22 +225,13 @@ def _values(a: LossArguments) -> tuple[int, int, int, int]:
     labels = a.labels.long()
     valid = labels != a.ignore_index
     valid_labels = labels.clamp(min=-(2**62)).where(valid, 0)
-    wrong = labels.new_zeros(()) if a.weights is None else ~_right(a).all()
-    maximum, negated_minimum, negative, count = torch.stack(
-        [valid_labels.max(), -valid_labels.min(), wrong.long(), valid.sum()]
-    ).tolist()
-    return maximum, negated_minimum, negative, count
-
-
-def _right(a: LossArguments) -> Tensor:
-    assert a.weights is not None
-    weights = a.weights.to(wide(a.hidden.dtype))
-    return weights.isfinite() & (weights >= 0)
-
-
-def _wrong_weights(weights: Tensor | None) -> str:
-    assert weights is not None
-    return f"weights must be finite and at least 0, got {weights.min().item()} to {weights.max().item()}"
+    illegal = labels.new_zeros(())
+    if a.weights is not None:
+        weights = a.weights.to(wide(a.hidden.dtype))
+        illegal = (~(weights.isfinite() & (weights >= 0)).all()).long()
+    counts = torch.stack([valid_labels.max(), -valid_labels.min(), illegal, valid.sum()])
+    maximum, negated_minimum, is_illegal, valid_tokens = counts.tolist()
+    return maximum, negated_minimum, is_illegal, valid_tokens
 
 
 def _wrong_together(a: LossArguments, everyones: Sequence[Sequence[int]], valid_tokens: int) -> str | None:

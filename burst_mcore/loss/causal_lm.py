@@ -182,7 +182,7 @@ class StandIn:
             weight, bias, group = self._own_rows()
             return compute(hidden, weight, labels, bias=bias, tp_group=group, **options)
 
-        with _shadowed(self.head, "forward", forward), _plain(self.head):
+        with while_set(self.head, forward=forward), _plain(self.head):
             loss: Tensor = self.head(hidden, labels)
         if self.compute is not None:
             self.computed = loss
@@ -243,7 +243,7 @@ def _plain(head: nn.Linear) -> Iterator[None]:
             hooks = getattr(head, kind)
             others = {key: hook for key, hook in hooks.items() if not _is_of_tensor_parallelism(hook)}
             if len(others) < len(hooks):
-                stack.enter_context(_shadowed(head, kind, OrderedDict(others)))
+                stack.enter_context(while_set(head, **{kind: OrderedDict(others)}))
         yield
 
 
@@ -254,22 +254,8 @@ def _in_place(model: nn.Module, stand_in: StandIn) -> Iterator[None]:
         for parent in model.modules():
             for name, child in parent._modules.items():
                 if child is stand_in.head:
-                    stack.enter_context(_shadowed(parent, name, stand_in))
+                    stack.enter_context(while_set(parent, **{name: stand_in}))
         yield
-
-
-@contextmanager
-def _shadowed(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of the instance, which shadows the module's submodules and methods."""
-    previous = module.__dict__.get(name)
-    module.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if previous is None:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = previous
 
 
 def _without_logits(out: Any) -> Any:

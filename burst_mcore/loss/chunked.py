@@ -103,8 +103,8 @@ def chunk_bytes(device: torch.device, *, alone: bool) -> int:
     share = int(torch.cuda.get_device_properties(device).total_memory) // CHUNK_SHARE
     if not alone:
         return share
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, unused
-    free = int(torch.cuda.mem_get_info(device)[0]) + cached
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, unused
+    free = int(torch.cuda.mem_get_info(device)[0]) + unused
     return min(1 << (free // 4).bit_length() >> 1, 2 * share)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 ALIKE = {"multiply": "mul", "rmul": "mul", "divide": "div", "true_divide": "div", "truediv": "div"}
 """Torch's aliases of operations."""
 TAKEN = ("mul", "div", "tanh", "float", "to", "contiguous", "view", "reshape", "cross_entropy")
 """The supported operations on logits, besides slices of tokens."""
+AS_HIDDEN = ("ndim", "dim", "device", "dtype")
+"""The attributes that logits share with hidden states."""
 ALL_OTHERS = (
     "add radd sub rsub rtruediv neg pos abs pow rpow matmul rmatmul mod floordiv eq ne lt le gt ge "
     "and or xor invert bool len iter setitem contains float int"
@@ -55,23 +58,8 @@ class DeferredLogits:
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.head.columns))
 
-    @property
-    def ndim(self) -> int:
-        return self.hidden.ndim
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
-
     def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.ndim
 
     def mul(self, other: Any) -> DeferredLogits:
         return replace(self, multiplier=self.multiplier * self._number(other, "multiplies"))
@@ -98,8 +86,8 @@ class DeferredLogits:
     def __getitem__(self, key: Any) -> DeferredLogits:
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(k, slice | int) or k is Ellipsis for k in keys):
-            shown = f"a tensor of shape {[*key.shape]}" if isinstance(key, Tensor) else key
-            self.head.refuse(f"takes [{shown}] of")
+            text = f"a tensor of shape {[*key.shape]}" if isinstance(key, Tensor) else key
+            self.head.refuse(f"takes [{text}] of")
         of_tokens = Ellipsis not in keys and len(keys) < self.ndim
         if not of_tokens and keys[-1] is not Ellipsis:
             last, columns = keys[-1], range(self.head.columns)
@@ -144,17 +132,19 @@ class DeferredLogits:
             self.head.refuse(f"{use} by what is no plain number")
         return float(other)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python probes for optional protocols
-        self.head.refuse(f"does '{name}' to")
+        if name not in AS_HIDDEN:
+            self.head.refuse(f"does '{name}' to")
+        return getattr(self.hidden, name)
 
     @classmethod
     def __torch_function__(
         cls, function: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        logits = next(x for x in _leaves((args, kwargs)) if isinstance(x, cls))
+        logits = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
         name = function.__name__.strip("_")
         name = ALIKE.get(name, name)
         if name == "mul" and len(args) == 2 and args[1] is logits:
@@ -180,13 +170,3 @@ for _name in ("float", "to", "contiguous"):
     setattr(DeferredLogits, _name, _same)
 for _name in ALL_OTHERS.split():
     setattr(DeferredLogits, f"__{_name}__", _refused(_name))
-
-
-def _leaves(x: Any) -> Iterator[Any]:
-    if isinstance(x, tuple | list):
-        for entry in x:
-            yield from _leaves(entry)
-    elif isinstance(x, dict):
-        yield from _leaves([*x.values()])
-    else:
-        yield x

@@ -186,8 +186,8 @@ class _Blocks:
         return z
 
     def _to_labels(self, block: Tensor, rows: slice, value: float) -> None:
-        labelled = (self._labels[rows] >= 0).nonzero()[:, 0]
-        block[labelled, self._labels[rows][labelled]] = value
+        places = (self._labels[rows] >= 0).nonzero()[:, 0]
+        block[places, self._labels[rows][places]] = value
 
     def _take(self, which: int, like: Tensor) -> Tensor:
         memory = self._memory[which]
@@ -209,9 +209,8 @@ class _Blocks:
 
 def rows_for(weight: Tensor) -> Callable[..., Any]:
     """Return `logits_to_gradients` for logits of this weight, by Triton on CUDA."""
-    if weight.is_cuda and weight.dtype != torch.float64:
-        return _triton() or logits_to_gradients
-    return logits_to_gradients
+    kernel = _triton() if weight.is_cuda and weight.dtype != torch.float64 else None
+    return kernel or logits_to_gradients
 
 
 @lru_cache

@@ -99,8 +99,8 @@ class Mask:
         for name, value in (("window", window), ("dilation", dilation)):
             if not is_int(value) or value < 1:
                 raise ValueError(f"{name} of a dilated mask must be a number >= 1, got {value!r}")
-        near = cls.window(window - 1, window - 1)
-        return near if dilation == 1 else near & cls((Stride(int(dilation)),))
+        bounds = cls.window(window - 1, window - 1)
+        return bounds if dilation == 1 else bounds & cls((Stride(int(dilation)),))
 
     @classmethod
     def chunked(cls, size: int) -> Mask:
@@ -343,9 +343,9 @@ class Mask:
         terms = list(self.all_terms())
         for term in terms:
             term.check(n)
-        for packed in (term for term in terms if isinstance(term, Documents)):
+        for documents in (term for term in terms if isinstance(term, Documents)):
             for images in (term for term in terms if isinstance(term, Images)):
-                images.check_within(packed.ends)
+                images.check_within(documents.ends)
 
     def clipped(self, n: int) -> Mask:
         """Return the equal mask over n tokens, without window bounds longer than the sequence."""
@@ -362,6 +362,7 @@ class Mask:
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         """Return bool [len(q), len(k)]: whether queries see keys, by global positions (the definition)."""
         allowed = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+        q, k = q.long(), k.long()  # bounds do not fit into int32
         for term in self.terms:
             allowed &= term.allows(q, k)
         return allowed

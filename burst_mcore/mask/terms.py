@@ -55,17 +55,13 @@ class Window(Term):
         return None if left is right is None else Window(left, right)
 
     def bands(self, n: int) -> Tensor:
-        low = -UNBOUNDED if self.left is None else -self.left
-        return torch.tensor([[0, n, 0, n, low, UNBOUNDED if self.right is None else self.right]])
+        left, right = (UNBOUNDED if side is None else side for side in (self.left, self.right))
+        return torch.tensor([[0, n, 0, n, -left, right]])
 
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         distance = k[None, :] - q[:, None]
-        allowed = torch.ones_like(distance, dtype=torch.bool)
-        if self.left is not None:
-            allowed &= distance >= -self.left
-        if self.right is not None:
-            allowed &= distance <= self.right
-        return allowed
+        left, right = (UNBOUNDED if side is None else side for side in (self.left, self.right))
+        return (distance >= -left) & (distance <= right)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from burst_mcore.recurrent import kernels
 from burst_mcore.recurrent.api import convolution, recurrence
 from burst_mcore.recurrent.fragments import Ends, fragments
 from burst_mcore.recurrent.sequence import Shards
+from burst_mcore.wrap import while_set
 
 Function = Callable[..., Any]
 Rows = tuple[Shards, ...]
@@ -120,9 +121,9 @@ def bind(model: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
 def _replace(owner: Any, name: str, bound: Callable[[Function], Function]) -> None:
     original = getattr(owner, name)
     if not hasattr(original, "replaces"):
-        ours = wraps(original)(bound(original))
-        ours.replaces = original  # type: ignore[attr-defined]
-        setattr(owner, name, ours)
+        replacement = wraps(original)(bound(original))
+        replacement.replaces = original  # type: ignore[attr-defined]
+        setattr(owner, name, replacement)
 
 
 def _bound(name: str, mixing: Callable[[], Mixing | None], original: Function) -> Function:
@@ -130,7 +131,7 @@ def _bound(name: str, mixing: Callable[[], Mixing | None], original: Function) -
         return lambda *args, **kwargs: mixing() or original(*args, **kwargs)
     if name == MASKED:
         return partial(_masked, original)
-    ours = _BOUND[name]
+    replacement = _BOUND[name]
     if name in STATES:
         kernels.check_states(original, STATES[name])
 
@@ -139,7 +140,7 @@ def _bound(name: str, mixing: Callable[[], Mixing | None], original: Function) -
         if of_layer is None:
             return original(*args, **kwargs)
         of_layer.calls[name] += 1
-        return ours(original, of_layer.rows, *args, **kwargs)
+        return replacement(original, of_layer.rows, *args, **kwargs)
 
     disabled: Function = torch.compiler.disable(function)
     return disabled
@@ -164,8 +165,8 @@ def _masked(original: Function, hidden_states: Tensor, attention_mask: Any) -> T
     _LAYER.mixing = attention_mask if isinstance(attention_mask, Mixing) else None
     if _LAYER.mixing is not None:
         return hidden_states
-    masked: Tensor = original(hidden_states, attention_mask)
-    return masked
+    states: Tensor = original(hidden_states, attention_mask)
+    return states
 
 
 def _convolution(
@@ -184,26 +185,26 @@ def _convolution(
 
 
 def _delta(
-    original: Function, rows: Rows, *qkv: Tensor, g: Tensor, beta: Tensor, **given: Any
+    original: Function, rows: Rows, *qkv: Tensor, g: Tensor, beta: Tensor, **keywords: Any
 ) -> tuple[Tensor, None]:
     """fla's chunk_gated_delta_rule and chunk_kda."""
-    options = _options(original, given, kernels.LAST, "use_qk_l2norm_in_kernel", "chunk_size")
+    options = _options(original, keywords, kernels.LAST, "use_qk_l2norm_in_kernel", "chunk_size")
     return _recurrence(kernels.delta_rule(original, **options), rows, (*qkv, g, beta)), None
 
 
-def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **given: Any) -> Tensor:
+def _mamba2(original: Function, rows: Rows, *tensors: Tensor, **keywords: Any) -> Tensor:
     x, dt, A, B, C = tensors
     names = "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"
-    options = _options(original, given, kernels.LASTS, *names)
+    options = _options(original, keywords, kernels.LASTS, *names)
     return _recurrence(kernels.mamba2(original, A, **options), rows, (x, dt, B, C))
 
 
 def _mamba1(
-    original: Function, rows: Rows, *tensors: Tensor, z: Tensor | None = None, **given: Any
+    original: Function, rows: Rows, *tensors: Tensor, z: Tensor | None = None, **keywords: Any
 ) -> Tensor:
     u, dt, A, B, C = tensors
     names = "D", "delta_bias", "delta_softplus", "use_associative_scan"
-    options = _options(original, given, ("return_last_state",), *names)
+    options = _options(original, keywords, ("return_last_state",), *names)
     out = _recurrence(kernels.mamba1(original, A, **options), rows, (u, dt, B, C))
     return out if z is None else out * silu(z)
 
@@ -237,16 +238,16 @@ def _within(mixing_of: Function, original: Function) -> Function:
 @contextmanager
 def _lightning(mixer: Any, rows: Rows) -> Iterator[None]:
     """Replace MiniMax's lightning attention, from its activation to its norm; its loop's result is unused."""
-    mixed: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def mix(_: nn.Module, __: Any, qkv: Tensor) -> Tensor:
         q, k, v = qkv.unflatten(-1, (mixer.num_attention_heads, -1)).chunk(3, -1)
         gate = -mixer.slope_rate.flatten().expand(q.shape[:3])
-        mixed.append(_recurrence(kernels.gated(kernels.linear_attention), rows, (q, k, v, gate)).flatten(2))
+        outputs.append(_recurrence(kernels.gated(kernels.linear_attention), rows, (q, k, v, gate)).flatten(2))
         return qkv.detach()
 
-    behind = mixer.norm.register_forward_pre_hook(lambda *_: mixed.pop())
-    with mixer.act_fn.register_forward_hook(mix), behind:
+    at_norm = mixer.norm.register_forward_pre_hook(lambda *_: outputs.pop())
+    with mixer.act_fn.register_forward_hook(mix), at_norm:
         yield
 
 
@@ -260,12 +261,8 @@ def _griffin(mixer: Any, rows: Rows) -> Iterator[None]:
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: Any) -> tuple[Tensor, None]:
         return _recurrence(kernels.elementwise(), rows, (hidden_states, recurrent_gate)), None
 
-    mixer.rg_lru._rnn_scan = scan
-    try:
-        with mixer.conv_1d.register_forward_hook(convolve):
-            yield
-    finally:
-        del mixer.rg_lru._rnn_scan
+    with while_set(mixer.rg_lru, _rnn_scan=scan), mixer.conv_1d.register_forward_hook(convolve):
+        yield
 
 
 _WITHIN = {"MiniMaxLightningAttention": _lightning, "RecurrentGemmaRecurrentBlock": _griffin}

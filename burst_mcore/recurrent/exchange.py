@@ -165,22 +165,22 @@ def _posted(
     Raises:
         RuntimeError: a message failed; it names its step and ranks.
     """
-    group: list[tuple[Send | Recv, Buffer]] = []
+    messages: list[tuple[Send | Recv, Buffer]] = []
     for action in program:
         if isinstance(action, (Send, Recv)):
-            group.append((action, block(action)))
+            messages.append((action, block(action)))
         elif isinstance(action, Wait):
             try:
-                for work in transport.post(action.channel, group):
+                for work in transport.post(action.channel, messages):
                     work.wait()
             except RuntimeError as error:
-                peers = sorted({message.peer for message, _ in group})
+                peers = sorted({message.peer for message, _ in messages})
                 raise RuntimeError(
                     f"an exchange of states or tokens: the {action.channel} messages of step {action.step} "
                     f"with ranks {peers} failed: a rank is gone or did not come in time; see for the first "
                     f"error among the other ranks ({error})"
                 ) from error
-            group = []
+            messages = []
         else:
             yield action
 

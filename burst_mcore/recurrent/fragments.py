@@ -64,8 +64,8 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
     result, rows, borders = [], [0] * size, {*ends}
     for rank, first, last, _ in runs:
         stop = min(last, tokens)
-        within = ends[bisect_right(ends, first) : bisect_left(ends, stop)]
-        for a, b in pairwise(dict.fromkeys((first, *within, stop)) if first < stop else ()):
+        inner_ends = ends[bisect_right(ends, first) : bisect_left(ends, stop)]
+        for a, b in pairwise(dict.fromkeys((first, *inner_ends, stop)) if first < stop else ()):
             result.append(Fragment(rank, a, b, rows[rank], a in borders, b in borders))
             rows[rank] += b - a
     return tuple(sorted(result, key=lambda fragment: fragment.start))

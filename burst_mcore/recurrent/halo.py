@@ -23,10 +23,10 @@ def halo(layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *,
     The halo of a rank has `reach` rows for each of its fragments, in the order of its shard. Rows before the
     start of the document are zero.
     """
-    places, filled = {}, [0] * size
+    places, counts = {}, [0] * size
     for fragment in fragments(layout, tokens, size, ends):
-        filled[fragment.rank] += reach
-        places[fragment] = filled[fragment.rank]
+        counts[fragment.rank] += reach
+        places[fragment] = counts[fragment.rank]
     pairs: Pairs = defaultdict(list)
     for chain in chains(layout, tokens, size, ends):
         for number in range(1, len(chain)):
@@ -38,29 +38,23 @@ def halo(layout: Layout, tokens: int, size: int, intra: int, ends: Ends = (), *,
 
 def _read(chain: Chain, number: int, stop: int, reach: int) -> list[tuple[int, range, range]]:
     """Return (rank, rows of its shard, rows of the halo) for the rows before a fragment, nearest first."""
-    read = []
+    parts = []
     while reach and number:
         number -= 1
         source = chain[number]
         rows = source.rows[-reach:]
-        read.append((source.rank, rows, range(stop - len(rows), stop)))
+        parts.append((source.rank, rows, range(stop - len(rows), stop)))
         reach, stop = reach - len(rows), stop - len(rows)
-    return read
+    return parts
 
 
 def _program(rank: int, pairs: Pairs, size: int) -> Program:
     """Return the program of a rank: P2P messages from owners to the halo, and local copies."""
     others = [peer for peer in range(size) if peer != rank]
-    recvs = [
-        Recv(0, DATA, HALO, peer, tuple(rows for _, rows in pairs[peer, rank]))
-        for peer in others
-        if (peer, rank) in pairs
-    ]
-    sends = [
-        Send(0, DATA, ROWS, peer, tuple(rows for rows, _ in pairs[rank, peer]))
-        for peer in others
-        if (rank, peer) in pairs
-    ]
+    from_peers = [(peer, pairs[peer, rank]) for peer in others if (peer, rank) in pairs]
+    to_peers = [(peer, pairs[rank, peer]) for peer in others if (rank, peer) in pairs]
+    recvs = [Recv(0, DATA, HALO, peer, tuple(into for _, into in moves)) for peer, moves in from_peers]
+    sends = [Send(0, DATA, ROWS, peer, tuple(rows for rows, _ in moves)) for peer, moves in to_peers]
     copies = [Copy(0, *copy) for copy in pairs.get((rank, rank), ())]
     return (*recvs, *sends, *_wait(DATA, recvs, sends), *copies)
 

@@ -24,6 +24,7 @@ Tensors = tuple[Tensor, ...]
 """Tensors of consecutive tokens, one row a token along `Recurrence.dim`."""
 Shape = tuple[int, ...]
 Kernel = Callable[..., Any]
+KernelOfStates = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def signature_of(kernel: Kernel) -> tuple[str, Sequence[str]]:
     torch code. So the signature of the kernel within the wrapper counts.
     """
     closure = inspect.getclosurevars(kernel).nonlocals if inspect.isfunction(kernel) else {}
-    within = closure.get("implementation", kernel)
-    return getattr(within, "__name__", str(within)), [*inspect.signature(within).parameters]
+    inner = closure.get("implementation", kernel)
+    return getattr(inner, "__name__", str(inner)), [*inspect.signature(inner).parameters]
 
 
 def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
@@ -76,7 +77,7 @@ def _tensors(options: dict[str, Any]) -> Tensors:
     return tuple(x for x in options.values() if isinstance(x, Tensor))
 
 
-def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
+def delta_rule(rule: KernelOfStates, **options: Any) -> Recurrence:
     """Return the recurrence of a (gated, or Kimi's) delta rule, by the signature of fla's chunk kernels.
 
     S_t = (I - beta_t k_t k_t^T) exp(g_t) S_(t-1) + beta_t k_t v_t^T, so A is a product of matrices
@@ -89,8 +90,7 @@ def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         *qkv, g, beta = x
-        out, final = rule(*qkv, g=g, beta=beta, initial_state=state, output_final_state=True, **options)
-        return out, final
+        return rule(*qkv, g=g, beta=beta, initial_state=state, output_final_state=True, **options)
 
     def decay(x: Tensors) -> Tensor:
         q, k, v, g, beta = x
@@ -109,7 +109,7 @@ def delta_rule(rule: Kernel, **options: Any) -> Recurrence:
     return Recurrence("delta rule", MATRIX, run, decay, state_shape, decay_shape, 2, 1, _tensors(options))
 
 
-def gated(rule: Kernel, **options: Any) -> Recurrence:
+def gated(rule: KernelOfStates, **options: Any) -> Recurrence:
     """Return the recurrence of linear attention with gates g in log space: of a head, or of its K rows.
 
     S_t = exp(g_t) S_(t-1) + k_t v_t^T, so A = exp(sum_t g_t).
@@ -120,8 +120,7 @@ def gated(rule: Kernel, **options: Any) -> Recurrence:
     check_states(rule, LAST)
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, final = rule(*x, initial_state=state, output_final_state=True, **options)
-        return out, final
+        return rule(*x, initial_state=state, output_final_state=True, **options)
 
     def decay(x: Tensors) -> Tensor:
         return x[3].to(wide(x[3].dtype)).sum(1).exp().reshape(decay_shape(x))
@@ -212,7 +211,7 @@ def _doubled(x: Tensor, a: Tensor, state: Tensor) -> Tensor:
 
 
 def mamba2(
-    scan: Kernel,
+    scan: KernelOfStates,
     A: Tensor,
     *,
     dt_bias: Tensor | None = None,
@@ -232,8 +231,7 @@ def mamba2(
 
     def run(x: Tensors, state: Tensor | None) -> tuple[Tensor, Tensor]:
         hidden, dt, B, C = x
-        out, final = scan(hidden, dt, A, B, C, initial_states=state, return_final_states=True, **options)
-        return out, final
+        return scan(hidden, dt, A, B, C, initial_states=state, return_final_states=True, **options)
 
     def decay(x: Tensors) -> Tensor:
         total = _steps(x[1].to(wide(x[1].dtype)), dt_bias, dt_softplus).clamp(*dt_limit).sum(1)

@@ -53,8 +53,8 @@ class Runs:
         """Return the description of the states that the ranks exchange."""
         kernel, like = self.kernel, self.like
         shapes = tuple(kernel.state_shape(self.tensors)), tuple(kernel.decay_shape(self.tensors))
-        trained = (*self.roots, *(self.ran[each][1] for each in self.continued))
-        gradients = torch.is_grad_enabled() and any(x.requires_grad for x in trained)
+        sources = (*self.roots, *(self.ran[each][1] for each in self.continued))
+        gradients = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
         return States(kernel.name, kernel.algebra, *shapes, wide(like.dtype), like.device, gradients)
 
     @torch.no_grad()
@@ -81,10 +81,10 @@ class Runs:
         with saved_tensors_hooks(inputs.pack, lambda box: box.tensor):
             self.ran |= {each: self._run(each, x) for each, x in zip(self.middle, before, strict=True)}
         results = *(self.ran[each][0] for each in self.middle), *(starts[each] for each in self.end), *outs
-        behind = [self.ran[each][1] for each in (*self.middle, *self.continued)]
+        last_states = [self.ran[each][1] for each in (*self.middle, *self.continued)]
         of = self.shards, states, inputs, self.continued, self.middle, self.end
         decays = [maps[each].decay for each in self.middle]
-        tensors = *results, *before, *behind, *self.roots
+        tensors = *results, *before, *last_states, *self.roots
         passed: tuple[Tensor, ...] = Passed.apply(of, decays, len(results), *tensors)  # type: ignore[no-untyped-call]
         if not self.shards.own:
             return passed[0].clone()  # not a view, so that callers may write to it

@@ -90,16 +90,13 @@ class Shards:
         agreement = agreement_of(topology)
         with agreement.refusing():
             transport = transport_of(topology, Route(1, topology.size, direct=True), self.max_ctas)
-        sharded = {
-            "layout": str(self.layout),
-            "tokens": str(self.tokens),
-            "documents": digest(str(self.ends)),
-        }
+        documents = digest(str(self.ends))
+        sequence = {"layout": str(self.layout), "tokens": str(self.tokens), "documents": documents}
         kind, ahead = tuple(signature.items()), transport.connected((Pass.KV,))
-        agreed = agreement.meet(Claim({**signature, **sharded}, kind=kind, may_go_ahead=ahead))
+        meeting = agreement.meet(Claim({**signature, **sequence}, kind=kind, may_go_ahead=ahead))
         with agreement.ring():
             transport.connect(Pass.KV)
-            yield transport.labelled(agreed.label)
+            yield transport.labelled(meeting.label)
 
 
 @lru_cache(maxsize=256)

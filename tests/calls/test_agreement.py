@@ -21,6 +21,10 @@ from burst_mcore.attention.agree import least
 ALL = {"call": "all"}
 
 
+def _ring(group, ranks, rank):
+    return Ring(group, ranks, rank, lambda: None)
+
+
 def test_the_latest_entries_are_kept_in_order():
     latest = Latest()
     for number in range(Latest.MOST + 10):
@@ -31,13 +35,17 @@ def test_the_latest_entries_are_kept_in_order():
 @pytest.fixture
 def alone(monkeypatch):
     """A maker of one rank's end of a ring, over a store, without other ranks."""
+    rings = []
 
     def made(size=0, store=None):
         monkeypatch.setattr(watch.c10d, "_get_default_store", lambda: store or dist.HashStore())
         monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
-        return Ring(SimpleNamespace(group_name="a ring"), range(size), 0)
+        rings.append(_ring(SimpleNamespace(group_name="a ring"), range(size), 0))
+        return rings[-1]
 
-    return made
+    yield made
+    for each in rings:
+        each.close()
 
 
 def test_a_thread_that_is_late_is_waited_for(monkeypatch, alone):
@@ -64,7 +72,7 @@ def test_every_field_and_error_tells_claims_apart():
     one, swapped = {"layout": "zigzag", "heads": "4"}, {"layout": "4", "heads": "zigzag"}
     assert _judged(Claim(one), Claim({"heads": "4", "layout": "zigzag"})) == [0, 0]
     others = [{"layout": "zigzag"}, one | {"heads": "5"}, one | {"more": ""}, swapped]
-    assert len({digest_of(each) for each in [one, *others]}) == 5
+    assert len({digest_of(*each.items()) for each in [one, *others]}) == 5
     for other in others:
         assert _judged(Claim(one), Claim(other)).startswith("ranks make different calls: ")
     refusing = Claim({"layout": "striped"}, error="rank 3: no heads"), Claim({}, error="rank 5: ")
@@ -120,7 +128,7 @@ def test_ranks_of_a_grid_hear_of_each_other():
 def _numbered(rank, size):
     """Calls over the world in another order of its ranks, of which rank 1 refuses one."""
     order = [2, 0, 1]
-    calls = Ring(dist.group.WORLD, order, order.index(rank))
+    calls = _ring(dist.group.WORLD, order, order.index(rank))
     first = calls.meet(Claim({"call of": "all"}, (rank,), {"rank": str(rank)}))
     with pytest.raises((ValueError, KeyError)) as caught:
         with calls.refusing():
@@ -146,7 +154,7 @@ def test_numbered_calls_go_by_the_order_of_the_ring():
 
 def _told_of_a_failed_pass(rank, size, ahead):
     """Rank 1 fails in a pass, ahead of rank 0 or beside it, and makes no call that would tell so."""
-    calls, store = Ring(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls, store = _ring(dist.group.WORLD, range(size), rank), _get_default_store()
     calls.meet(Claim(ALL, kind="all"))
     dist.barrier = lambda: None  # ranks.processes ends with one
     if rank == 1:
@@ -186,12 +194,12 @@ class _LostStore:
 @on_ranks(2)
 def test_a_store_that_is_gone_hides_no_error(rank, size):
     """Rank 0 waits in vain, and then refuses a call; errors are those of the calls."""
-    calls, store = Ring(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls, store = _ring(dist.group.WORLD, range(size), rank), _get_default_store()
     dist.barrier = lambda: None
     if rank == 1:
         limits.keys(store, "told")
         return
-    failed = Ring(dist.group.WORLD, range(size), rank)
+    failed = _ring(dist.group.WORLD, range(size), rank)
     calls._store = failed._store = _LostStore()
     with pytest.raises(KeyError), calls.refusing():
         raise KeyError("no")
@@ -231,13 +239,13 @@ def test_ranks_are_absent_that_came_to_fewer_sync_points(alone):
     for calls._rank, (call, place) in enumerate([(5, "cp.shard"), (4, "a forward")]):
         calls._leave_place(call, place)
     listed = "rank 1, last at a forward; rank 2, last at no sync point; rank 3, last at no sync point"
-    assert watch._listed(calls._late(Meeting(5, [], {}))) == listed
+    assert "; ".join(calls._late(Meeting(5, [], {}))) == listed
 
 
 def _absent_for_good_reason(rank, size, with_rank_0):
     """Rank 1 waits for rank 2 in a collective, of which rank 0 has begun its part, or has none."""
     control, pair = dist.new_group(), dist.new_group([1, 2])
-    calls, group = Ring(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
+    calls, group = _ring(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
     calls.meet(Claim({"at": "the start"}))
     note = None
     if rank == 2:
@@ -260,7 +268,7 @@ def test_a_rank_that_is_absent_for_a_good_reason_is_waited_for(with_rank_0):
 @on_ranks(2)
 def test_a_rank_that_waits_for_one_in_a_collective_that_it_has_not_begun_is_told(rank, size):
     """Each would wait for the other until the limit of its group."""
-    calls, group = Ring(dist.new_group(), range(size), rank), dist.new_group()
+    calls, group = _ring(dist.new_group(), range(size), rank), dist.new_group()
     calls.meet(Claim({"at": "the start"}))
     start = time.monotonic()
     if rank == 0:
@@ -279,7 +287,7 @@ def test_a_rank_that_waits_for_one_in_a_collective_that_it_has_not_begun_is_told
 @on_ranks(2)
 def test_no_call_waits_for_a_ring_that_was_closed(rank, size):
     """Rank 0 closes its ring while it has calls under way and queued that rank 1 never makes."""
-    calls, store = Ring(dist.group.WORLD, range(size), rank), _get_default_store()
+    calls, store = _ring(dist.group.WORLD, range(size), rank), _get_default_store()
     calls.meet(Claim(ALL, kind="all"))
     dist.barrier = lambda: None
     if rank == 1:

@@ -24,7 +24,7 @@ from burst_mcore.attention.request import Options, Tensors, validate
 from burst_mcore.rollouts import tree_mask
 
 RANKS, TOKENS = 64, 2**20
-GROUPS = SimpleNamespace(backends="none", reach=lambda device: True)
+GROUPS = SimpleNamespace(backends="cpu or cuda tensors")  # which check_group asks of meta tensors
 RING = Topology(rank=3, size=RANKS, intra_size=8, communicators=GROUPS)
 """A rank on the first of eight nodes, whose process groups are never used: nothing is sent."""
 

@@ -28,8 +28,9 @@ def from_bands(mask, n):
 @settings(max_examples=200, deadline=None)
 @given(randoms, st.integers(1, 60))
 def test_bands_hold_every_allowed_pair_once(draw, n):
-    mask = random_mask(draw, n)
+    mask, at = random_mask(draw, n), torch.arange(n, dtype=torch.int32)
     assert torch.equal(from_bands(mask, n), brute(mask, n).int())
+    assert torch.equal(mask.allows(at, at), brute(mask, n))
 
 
 def test_many_bands_in_any_order_meet_as_few_do():

@@ -12,7 +12,7 @@ from masks import brute, random_layout, random_mask, randoms
 
 from burst_mcore import Layout, Mask, positions
 from burst_mcore.attention.geometry import tiles as tiles_module
-from burst_mcore.attention.geometry.pattern import Abilities, listed, pairs_of
+from burst_mcore.attention.geometry.pattern import Abilities, Pattern, listed
 from burst_mcore.attention.geometry.plan import Plan, plan_of
 from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles, tiles_of
@@ -68,7 +68,7 @@ def _hold_every_pair_once(draw, plan, mask, windows, masks, whole, packed, keys_
         parts = {"k_part" if keys_stay else "q_part": part, "keys_stay": keys_stay}
         kernel_calls = tiles_of(plan, q_at, k_at, abilities, **parts)
         pieces = listed(plan.pieces(q_at, k_at, **parts))
-        assert sum(tile.pattern.pairs for tile in kernel_calls) == pairs_of(pieces)
+        assert sum(tile.pattern.pairs for tile in kernel_calls) == Pattern((0, 0), parts=tuple(pieces)).pairs
         for tile in kernel_calls:
             assert masks or whole or not tile.pattern.masked or (packed and tile.pattern.packed)
             assert len(kernel_calls) == 1 or not whole

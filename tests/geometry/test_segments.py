@@ -10,7 +10,7 @@ from masks import random_layout, random_mask
 
 from burst_mcore import Layout, Mask
 from burst_mcore.attention.geometry.cuts import EVEN, cut_for
-from burst_mcore.attention.geometry.pattern import listed, pairs_of
+from burst_mcore.attention.geometry.pattern import Pattern, listed
 from burst_mcore.attention.geometry.plan import plan_of
 from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.layout.balance import imbalance
@@ -88,7 +88,8 @@ def test_any_mask_and_layout(seed):
     # The plan of the head has the pairs of queries before the cut, and no other.
     allowed = mask.allows(torch.arange(n), torch.arange(n)).sum(1)[: cut.position].sum()
     of_prefix = plan_of(layout, mask, n, Placement(size)).prefix(cut.position)
-    pairs = sum(pairs_of(listed(of_prefix.pieces(q, k))) for q in range(size) for k in range(size))
+    pieces = [listed(of_prefix.pieces(q, k)) for q in range(size) for k in range(size)]
+    pairs = sum(Pattern((0, 0), parts=tuple(each)).pairs for each in pieces)
     assert pairs == int(allowed)
 
 

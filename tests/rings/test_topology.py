@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
 from burst_mcore.agreement.agreement import Claim
 from burst_mcore.attention.agree import agreement_of
+from burst_mcore.attention.checks import check_group
 from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime import topology as module
 from burst_mcore.rates import Rates
@@ -123,9 +124,10 @@ def test_groups_meshes_and_sizes_that_make_no_topology_are_refused(rank, size):
     made = Topology.from_group(world, intra_size=2, rates=rates)
     assert (made.nodes, made.intra_size, made.rates, str(made)) == (2, 2, rates, "2 x 2")
     assert Topology.from_group(mesh.get_group("cp")).size == size
-    reached = [made.communicators.reach(torch.device(device)) for device in ("cpu", "cuda", "meta")]
-    assert reached == [True, False, False]  # gloo reaches host memory alone
+    check_group(made, "cpu")  # gloo reaches host memory alone
     for make, words in (
+        (partial(check_group, made, "cuda"), "cuda tensors need a process group with cuda:nccl"),
+        (partial(check_group, made, "meta"), "meta tensors need a process group with cpu or cuda tensors"),
         *(
             (partial(of_group, world, intra_size=wrong), rf"one of \[1, 2, 4\], got {wrong!r}")
             for wrong in (3, 0, -2, 8, True, 2.0)

@@ -81,9 +81,9 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
     if layout.rule.even_everywhere and size > 1:  # to a key per query
         legal = [cut for cut in cuts if cut.position == target]
     else:
-        whole = cuts[-1].imbalance
+        imbalance = cuts[-1].imbalance
         paying = [cut for cut in cuts if 0 < cut.position < n and cut.pays]
-        legal = [cut for cut in paying if cut.imbalance <= EVEN * whole] or paying
+        legal = [cut for cut in paying if cut.imbalance <= EVEN * imbalance] or paying
     legal += [cuts[0], cuts[-1]]
     if at_most:
         legal = [cut for cut in legal if cut.position >= target]

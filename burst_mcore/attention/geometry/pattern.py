@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -50,12 +49,6 @@ NO_PIECES = torch.zeros(0, len(Piece._fields), dtype=torch.int64)
 def listed(pieces: Tensor) -> list[Piece]:
     """Return the pieces of a table."""
     return [Piece(*row) for row in pieces.tolist()]
-
-
-def pairs_of(pieces: Iterable[Piece]) -> int:
-    """Return the number of attending query-key pairs."""
-    bands = [(len(q), len(k), low, high) for piece in pieces for q, k, low, high in piece.residues()]
-    return int(band_pairs_of(*torch.tensor(bands).view(-1, 4).unbind(1)).sum())
 
 
 def band_pairs_of(rows: Tensor, columns: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -182,7 +175,8 @@ class Pattern:
         """The number of attending query-key pairs."""
         if self.fixed_table is not None:
             return int(self.fixed_table.sum())
-        return pairs_of(self.pieces)
+        bands = [(len(q), len(k), low, high) for each in self.pieces for q, k, low, high in each.residues()]
+        return int(band_pairs_of(*torch.tensor(bands).view(-1, 4).unbind(1)).sum())
 
     @cached_property
     def table(self) -> Tensor:

@@ -28,11 +28,10 @@ from burst_mcore.attention.geometry.reading import Order, Reading, in_classes, n
 from burst_mcore.attention.geometry.rows import Rows, union
 from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.layout import Layout
-from burst_mcore.layout.kinds import joined_table
+from burst_mcore.layout.kinds import Runs, joined_table
 from burst_mcore.mask import Mask
 from burst_mcore.mask.bands import UNBOUNDED, has_pairs, tight, tightened, transposed
 
-Runs = tuple[range, ...]
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
 FEW = 8
@@ -163,10 +162,6 @@ class Plan:
         length = -((start - stop) // step)
         offsets = torch.cat([torch.zeros_like(length[:1]), length.cumsum(0)])
         return Stretch(ring_rank * self._span + start, offsets, step)
-
-    def member_rows(self, ring_rank: int, member: int) -> Rows:
-        """Return the places of a member's rows among its ring rank's rows, in the member's order."""
-        return tuple(stretch.rows for stretch in self.stretches(ring_rank, member))
 
     def prefix(self, cut: int) -> Plan:
         """Return the plan of the prefix of queries before global position `cut`; later queries see no key."""

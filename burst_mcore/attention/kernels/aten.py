@@ -4,12 +4,13 @@ Their backwards read out only to form delta, so any tensor with the same rowsum(
 
 The conventions: windows, and packed sequences (varlen) by cu_seqlens. For a packed pattern, tensors of a tile
 [B, S, H, D] become [B * S, H, D], and lse and delta [B, H, S] become [H, B * S]: sequence after sequence,
-batch after batch. For other patterns these functions change nothing.
+batch after batch (`takes_flat`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -38,13 +39,18 @@ class Sequences(NamedTuple):
 
 
 def sequences(pattern: Pattern, q: Tensor) -> Sequences:
-    """Return the sequences of a packed pattern, for the batches of q [B, S, H, D]; cached on the pattern."""
-    assert pattern.packed is not None
-    key = "sequences", q.shape[0], q.device
+    """Return the sequences of a packed pattern, for the batches of q [B * S, H, D]; cached on the pattern.
+
+    Of another pattern, the lengths alone.
+    """
+    if pattern.packed is None:
+        return Sequences(None, None, *pattern.shape)
+    batch = len(q) // pattern.shape[0]
+    key = "sequences", batch, q.device
     entry: tuple[Sequences, Tensor] | None = pattern.kernel_cache.get(key)
     if entry is None:
         lengths = pattern.packed.q, pattern.packed.k
-        ends = torch.tensor([[*accumulate(x * q.shape[0], initial=0)] for x in lengths], dtype=torch.int32)
+        ends = torch.tensor([[*accumulate(x * batch, initial=0)] for x in lengths], dtype=torch.int32)
         if q.is_cuda:  # one asynchronous copy; its source lives as long as the pattern
             ends = ends.pin_memory()
         entry = Sequences(*ends.to(q.device, non_blocking=True), *map(max, lengths)), ends
@@ -79,34 +85,29 @@ def is_causal(pattern: Pattern) -> bool:
     return pattern.packed.causal if pattern.packed else pattern.causal
 
 
-def flat(pattern: Pattern, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors in the layout of a call for the pattern."""
-    return tuple(x.flatten(0, 1).contiguous() for x in tensors) if pattern.packed else tensors
+def takes_flat(kernel: Kernel) -> Kernel:
+    """Return `kernel`, which takes tensors of a packed pattern flat; its backward gets a contiguous lse."""
 
+    def flat(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).contiguous()
 
-def flat_inputs(pattern: Pattern, inputs: BackwardInputs) -> BackwardInputs:
-    """Return the inputs of a backward in the layout of a call for the pattern; lse is always contiguous."""
-    if pattern.packed is None:
-        return inputs._replace(lse=inputs.lse.contiguous())
-    dout, q, k, v = flat(pattern, inputs.dout, inputs.q, inputs.k, inputs.v)
-    out = None if inputs.out is None else flat(pattern, inputs.out)[0]
-    lse, delta = (x.transpose(0, 1).flatten(1).contiguous() for x in (inputs.lse, inputs.delta))
-    return BackwardInputs(dout, q, k, v, out, lse, delta)
+    def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
+        if pattern.packed is None:
+            return kernel.forward(q, k, v, pattern, scores)
+        out, lse = kernel.forward(flat(q), flat(k), flat(v), pattern, scores)
+        return out.unflatten(0, (len(q), -1)), lse.unflatten(1, (len(q), -1)).transpose(0, 1)
 
+    def backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
+        if pattern.packed is None:
+            return kernel.backward(inputs._replace(lse=inputs.lse.contiguous()), pattern, scores)
+        dout, q, k, v = map(flat, (inputs.dout, inputs.q, inputs.k, inputs.v))
+        out = None if inputs.out is None else flat(inputs.out)
+        lse, delta = (x.transpose(0, 1).flatten(1).contiguous() for x in (inputs.lse, inputs.delta))
+        gradients = kernel.backward(BackwardInputs(dout, q, k, v, out, lse, delta), pattern, scores)
+        dq, dk, dv = (x.unflatten(0, (len(inputs.q), -1)) for x in gradients)
+        return dq, dk, dv
 
-def of_batch(pattern: Pattern, out: Tensor, lse: Tensor, batch: int) -> Results:
-    """Return (out [B, S, H, D], lse [B, H, S]) of a call's results."""
-    if pattern.packed is None:
-        return out, lse
-    return out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1)
-
-
-def gradients_of_batch(pattern: Pattern, gradients: Gradients, batch: int) -> Gradients:
-    """Return (dq, dk, dv), each [B, S, H, D], of a call's results."""
-    if pattern.packed is None:
-        return gradients
-    dq, dk, dv = (x.unflatten(0, (batch, -1)) for x in gradients)
-    return dq, dk, dv
+    return replace(kernel, forward=forward, backward=backward)
 
 
 def from_lower_right(pattern: Pattern) -> tuple[int, int]:
@@ -154,26 +155,21 @@ def _flash_supports(problem: Problem) -> str | None:
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = from_lower_right(pattern)
     out, lse, *_ = _aten._flash_attention_forward(
-        *flat(pattern, q, k, v), *_ends(pattern, q, k), 0.0, is_causal(pattern), False,
+        q, k, v, *sequences(pattern, q), 0.0, is_causal(pattern), False,
         scale=scores.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return of_batch(pattern, out, lse, len(q))
+    return out, lse
 
 
 def _flash_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = from_lower_right(pattern)
-    seed, args = kept(_no_seed, (), device=inputs.q.device), flat_inputs(pattern, inputs)
-    gradients = _aten._flash_attention_backward(
-        args.dout, args.q, args.k, args.v, args.out, args.lse, *_ends(pattern, inputs.q, inputs.k),
-        0.0, is_causal(pattern), seed, seed, scale=scores.scale, window_size_left=left,
-        window_size_right=right,
+    dout, q, k, v, out, lse, _ = inputs
+    seed = kept(_no_seed, (), device=q.device)
+    dq, dk, dv = _aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *sequences(pattern, q), 0.0, is_causal(pattern), seed, seed,
+        scale=scores.scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    return gradients_of_batch(pattern, gradients, len(inputs.q))
-
-
-def _ends(pattern: Pattern, q: Tensor, k: Tensor) -> Sequences:
-    """Return the sequences of a call: those of a packed pattern, else whole rows."""
-    return sequences(pattern, q) if pattern.packed else Sequences(None, None, q.shape[1], k.shape[1])
+    return dq, dk, dv
 
 
 def _cudnn_supports(problem: Problem) -> str | None:
@@ -211,11 +207,8 @@ def _cudnn_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) ->
 
 
 CUDNN = Kernel("cudnn", _cudnn_supports, _cudnn_forward, _cudnn_backward)
-FLASH = Kernel(
-    "aten-flash",
-    _flash_supports,
-    _flash_forward,
-    _flash_backward,
-    abilities=Abilities(windows=True, packed=True),
+ABILITIES = Abilities(windows=True, packed=True)
+FLASH = takes_flat(
+    Kernel("aten-flash", _flash_supports, _flash_forward, _flash_backward, abilities=ABILITIES)
 )
 KERNELS = tuple(map(takes_any_value_dim, (leaves_small_tiles(CUDNN, FLASH), FLASH)))

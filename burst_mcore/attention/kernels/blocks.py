@@ -88,14 +88,8 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
     spans = [top - corner_m, bottom - corner_m, left - corner_n, right - corner_n]
     side, other, count = bm, bn, -(-rows // block_m)
     if by_columns:
-        side, other, count, low, high, spans = (
-            bn,
-            bm,
-            -(-columns // block_n),
-            -high,
-            -low,
-            spans[2:] + spans[:2],
-        )
+        side, other, count = bn, bm, -(-columns // block_n)
+        low, high, spans = -high, -low, spans[2:] + spans[:2]
     words = (other, _bytes(*spans), _bytes(low, high, step), _signed(-(-(1 << 32) // step) + 256))
     entries, side, is_part = torch.stack(words, 1)[nonempty], side[nonempty], (~whole[nonempty]).long()
     width = int(other.max()) + 1 if len(other) else 1

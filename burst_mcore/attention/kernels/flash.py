@@ -12,22 +12,18 @@ import torch
 from torch import Tensor
 
 from burst_mcore import packages
-from burst_mcore.attention.geometry.pattern import Abilities, Pattern
+from burst_mcore.attention.geometry.pattern import Pattern
 from burst_mcore.attention.kernels.aten import (
-    flat,
-    flat_inputs,
+    ABILITIES,
     from_lower_right,
-    gradients_of_batch,
     half_on_cuda,
     is_causal,
     kept,
     keywords,
-    of_batch,
+    takes_flat,
 )
 from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Kernel, Problem, Results, Scores
 from burst_mcore.attention.kernels.wrappers import takes_any_value_dim
-
-ABILITIES = Abilities(windows=True, packed=True)
 
 
 def _arguments(pattern: Pattern, q: Tensor, scores: Scores) -> dict[str, Any]:
@@ -51,26 +47,25 @@ def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: S
     arguments, of = _arguments(pattern, q, scores), "_varlen" if pattern.packed else ""
     results = packages.call(
         getattr(_flash2(), f"_flash_attn{of}_forward"),
-        *flat(pattern, q, k, v), **arguments, dropout_p=0.0, alibi_slopes=None, return_softmax=False,
+        q, k, v, **arguments, dropout_p=0.0, alibi_slopes=None, return_softmax=False,
     )  # fmt: skip
     out, lse = results[0], results[5 if len(results) == 8 else 1]  # 8 results before 2.7
     left, right = arguments["window_size"]
     if left >= 0 or right > 0:  # the kernel returns +inf for rows without a key
         lse.masked_fill_(lse == torch.inf, -torch.inf)
-    return of_batch(pattern, out, lse, len(q))
+    return out, lse
 
 
 def _flash2_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-    args = flat_inputs(pattern, inputs)
-    gradients = _room(args)
+    gradients = _room(inputs)
     of = "_varlen" if pattern.packed else ""
     packages.call(
         getattr(_flash2(), f"_flash_attn{of}_backward"),
-        args.dout, args.q, args.k, args.v, args.out, args.lse, *gradients,
+        inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, *gradients,
         **_arguments(pattern, inputs.q, scores), dropout_p=0.0, alibi_slopes=None,
         deterministic=scores.deterministic,
     )  # fmt: skip
-    return gradients_of_batch(pattern, gradients, len(inputs.q))
+    return gradients
 
 
 def _flash3() -> Any:
@@ -91,23 +86,20 @@ def _flash3_supports(problem: Problem) -> str | None:
 
 def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     out, lse, *_ = packages.call(
-        _flash3()._flash_attn_forward,
-        *flat(pattern, q, k, _rows_dense(v)),
-        **_arguments(pattern, q, scores),
+        _flash3()._flash_attn_forward, q, k, _rows_dense(v), **_arguments(pattern, q, scores)
     )
-    return of_batch(pattern, out, lse, len(q))
+    return out, lse
 
 
 def _flash3_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-    args = flat_inputs(pattern, inputs)
-    dq, dk, dv = _room(args)
+    dq, dk, dv = _room(inputs)
     packages.call(
         _flash3()._flash_attn_backward,
-        args.dout, args.q, args.k, _rows_dense(args.v), args.out, args.lse, dq=dq, dk=dk, dv=dv,
-        **_arguments(pattern, inputs.q, scores), is_causal=is_causal(pattern),
+        inputs.dout, inputs.q, inputs.k, _rows_dense(inputs.v), inputs.out, inputs.lse, dq=dq, dk=dk,
+        dv=dv, **_arguments(pattern, inputs.q, scores), is_causal=is_causal(pattern),
         deterministic=scores.deterministic,
     )  # fmt: skip
-    return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
+    return dq, dk, dv
 
 
 def _flash4() -> Any:
@@ -135,23 +127,23 @@ def _flash4_supports(problem: Problem) -> str | None:
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
     out, lse, *_ = _flash4()._flash_attn_fwd(
-        *flat(pattern, q, k, v), **keywords(pattern, q), softmax_scale=scores.scale,
+        q, k, v, **keywords(pattern, q), softmax_scale=scores.scale,
         causal=is_causal(pattern), softcap=scores.softcap, window_size_left=left, window_size_right=right,
         return_lse=True,
     )  # fmt: skip
-    return of_batch(pattern, out, lse, len(q))
+    return out, lse
 
 
 def _flash4_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
     left, right = (None if bound < 0 else bound for bound in from_lower_right(pattern))
-    args, width = flat_inputs(pattern, inputs), inputs.dout.shape[-1]  # its D is rowsum(dO O) - dLSE
-    nothing = kept(_zeros, width, inputs.dout.dtype, device=inputs.dout.device).expand_as(args.dout)
+    dout, q, k, v, _, lse, delta = inputs  # its D is rowsum(dO O) - dLSE
+    nothing = kept(_zeros, dout.shape[-1], dout.dtype, device=dout.device).expand_as(dout)
     dq, dk, dv, *_ = _flash4()._flash_attn_bwd(
-        args.q, args.k, args.v, nothing, args.dout, args.lse, softmax_scale=scores.scale,
+        q, k, v, nothing, dout, lse, softmax_scale=scores.scale,
         causal=is_causal(pattern), softcap=_softcap(scores), window_size_left=left, window_size_right=right,
-        deterministic=scores.deterministic, dlse=-args.delta, **keywords(pattern, inputs.q),
+        deterministic=scores.deterministic, dlse=-delta, **keywords(pattern, q),
     )  # fmt: skip
-    return gradients_of_batch(pattern, (dq, dk, dv), len(inputs.q))
+    return dq, dk, dv
 
 
 def _zeros(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -173,11 +165,9 @@ def _room(inputs: BackwardInputs) -> Gradients:
     return dq, dk, dv
 
 
-FLASH2 = takes_any_value_dim(
-    Kernel("flash2", _flash2_supports, _flash2_forward, _flash2_backward, abilities=ABILITIES)
-)
+FLASH2 = Kernel("flash2", _flash2_supports, _flash2_forward, _flash2_backward, abilities=ABILITIES)
 FLASH3 = Kernel("flash3", _flash3_supports, _flash3_forward, _flash3_backward, abilities=ABILITIES)
 FLASH4 = Kernel(
     "flash4", _flash4_supports, _flash4_forward, _flash4_backward, takes_delta=True, abilities=ABILITIES
 )
-KERNELS = FLASH2, FLASH3, FLASH4
+KERNELS = takes_any_value_dim(takes_flat(FLASH2)), takes_flat(FLASH3), takes_flat(FLASH4)

@@ -118,11 +118,8 @@ class _Expanded:
         if span is None:
             gradients = sums.results()
         else:
-            rows, compressed, gradients = (
-                (span,),
-                gather(compressed, (span,)),
-                sums.room(compressed.dtype, len(span)),
-            )
+            rows, compressed = (span,), gather(compressed, (span,))
+            gradients = sums.room(compressed.dtype, len(span))
             sums.put(span, gradients)
         self._latent.take(rows, self._expansion.gradients(compressed, *gradients))
 

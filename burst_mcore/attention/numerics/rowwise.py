@@ -51,7 +51,7 @@ def output_stand_in(dout: Tensor, delta: Tensor, into: Tensor | None = None) -> 
     O need not rotate, and no kernel need be changed. In bfloat16 rounding changes out', and D with it, by
     2^-9. That is too much for a row with a single key, where dS = dP - D must be 0. So the first third of the
     columns carries D, and each later third the rounding error of the thirds before it. Nearly empty thirds
-    carry nothing. On the CPU a float32 row is a single part: 2^-24 is the rounding of D itself. Rows are
+    carry nothing. Without Triton a float32 row is a single part: 2^-24 is the rounding of D itself. Rows are
     first scaled to max |dO| = 1, so that squares neither vanish nor overflow, at any loss scale.
 
     into: memory for the result, like dout.

@@ -57,11 +57,6 @@ class Communicators:
         self.abandoned: list[object] = []
         """See `executor.Transport`."""
 
-    def reach(self, device: torch.device) -> bool:
-        """Return whether messages can be sent from and received in memory of this device."""
-        backend = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}.get(device.type)
-        return backend is not None and backend in self.backends
-
     def carrier(self, link: str, kind: str, members: tuple[int, ...], max_ctas: int) -> Carrier:
         """Return the group for messages of a kind on a link between `members`, ranks of the ring.
 
@@ -71,8 +66,8 @@ class Communicators:
         if key not in self._made:
             group = self._group(link, members, max_ctas)
             place = {world: index for index, world in enumerate(dist.get_process_group_ranks(group))}
-            reached = {rank: place[world] for rank, world in enumerate(self.ranks) if world in place}
-            self._made[key] = group, reached
+            places = {rank: place[world] for rank, world in enumerate(self.ranks) if world in place}
+            self._made[key] = group, places
         return self._made[key]
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from burst_mcore.words import digest
+from burst_mcore.wrap import wrap
 
 
 def companion(
@@ -85,7 +86,7 @@ def _made_by_members_alone(ranks: Sequence[int]) -> Iterator[None]:
     is suspended meanwhile.
     """
     key, world = tuple(sorted(ranks)), dist.group.WORLD
-    _let_threads_name_groups()
+    wrap(c10d, "_process_group_name", _named_by_thread)
     _OF_THREAD.name = c10d.GroupName(f"burst_mcore_{digest(repr((key, times(key))))}")
     device = None if world is None else world.bound_device_id
     try:
@@ -98,15 +99,11 @@ def _made_by_members_alone(ranks: Sequence[int]) -> Iterator[None]:
             world.bound_device_id = device
 
 
-def _let_threads_name_groups() -> None:
-    """Patch torch's naming of groups, once. Other threads, and other groups, get torch's names."""
-    original = c10d._process_group_name
-    if hasattr(original, "replaces"):
-        return
+def _named_by_thread(original: Callable[..., c10d.GroupName]) -> Callable[..., c10d.GroupName]:
+    """Return torch's naming of groups with the name of this thread's next group, if it has one."""
 
     def name_of(ranks: Sequence[int], use_hashed_name: bool) -> c10d.GroupName:
         name: c10d.GroupName | None = getattr(_OF_THREAD, "name", None)
         return original(ranks, use_hashed_name) if name is None else name
 
-    name_of.replaces = original  # type: ignore[attr-defined]
-    c10d._process_group_name = name_of
+    return name_of

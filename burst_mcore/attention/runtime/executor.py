@@ -86,19 +86,12 @@ class GroupTransport:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""
         group, place = self.carrier(channel)
         first_tag = self._first_tag + 64 * self._TAGS.index(channel.kind)
-        return dist.batch_isend_irecv(
-            [
-                dist.P2POp(
-                    dist.isend if isinstance(action, Send) else dist.irecv,
-                    tensor,
-                    group=group,
-                    group_peer=place[action.peer],
-                    tag=first_tag + index,
-                )
-                for action, block in messages
-                for index, tensor in enumerate(block)
-            ]
-        )
+        operations = []
+        for action, block in messages:
+            do = dist.isend if isinstance(action, Send) else dist.irecv
+            for tag, tensor in enumerate(block, first_tag):
+                operations.append(dist.P2POp(do, tensor, group=group, group_peer=place[action.peer], tag=tag))
+        return dist.batch_isend_irecv(operations)
 
     def connect(self, pass_: Pass) -> None:
         """Make the process groups of a pass. Collective, and the same on all ranks.

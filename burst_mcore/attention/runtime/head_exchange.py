@@ -42,22 +42,22 @@ class HeadGroup:
 class Inward:
     """Own rows of all heads -> pooled rows of own heads."""
 
-    def __init__(self, group: HeadGroup, own: Buffer, pooled: Buffer, lease: Lease) -> None:
-        self._group, self._own, self._lease = group, own, lease
+    def __init__(self, group: HeadGroup, local: Buffer, pooled: Buffer, lease: Lease) -> None:
+        self._group, self._local, self._lease = group, local, lease
         self.pooled = pooled
 
     def pack(self, action: Pack) -> Buffer:
-        pieces = self._group.share(self._own, action.member)
+        pieces = self._group.share(self._local, action.member)
         parcel = self.empty()
         for to, piece in zip(_opened(parcel, pieces), pieces, strict=True):
             to.copy_(piece)
         return parcel
 
     def empty(self) -> Buffer:
-        return _parcel(self._group.share(self._own, self._group.member), self._lease)
+        return _parcel(self._group.share(self._local, self._group.member), self._lease)
 
     def unpack(self, action: Unpack, parcel: Buffer | None) -> None:
-        pieces = self._group.share(self._own, self._group.member)
+        pieces = self._group.share(self._local, self._group.member)
         for pooled, piece in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             start = 0
             for rows in self._group.rows[action.member]:
@@ -70,31 +70,31 @@ class Outward:
 
     Args:
         results: a function that writes some rows of the complete pooled results to tensors of any dtypes.
-        own: the tensors for the results; zeros where members share a head. Their dtype is the message's.
+        local: the tensors for the results; zeros where members share a head. Their dtype is the message's.
     """
 
     def __init__(
-        self, group: HeadGroup, results: Callable[[range, Buffer], None], own: Buffer, lease: Lease
+        self, group: HeadGroup, results: Callable[[range, Buffer], None], local: Buffer, lease: Lease
     ) -> None:
         self._group, self._results, self._lease = group, results, lease
-        self.own = own
+        self.local = local
 
     def pack(self, action: Pack | Unpack) -> Buffer:
         parcel = self.empty()
-        pieces, start = _opened(parcel, self._group.share(self.own, action.member)), 0
+        pieces, start = _opened(parcel, self._group.share(self.local, action.member)), 0
         for rows in self._group.rows[action.member]:
             self._results(rows, tuple(_rows(piece, range(start, start + len(rows))) for piece in pieces))
             start += len(rows)
         return parcel
 
     def empty(self) -> Buffer:
-        return _parcel(self._group.share(self.own, self._group.member), self._lease)
+        return _parcel(self._group.share(self.local, self._group.member), self._lease)
 
     def unpack(self, action: Unpack, parcel: Buffer | None) -> None:
-        places = self._group.share(self.own, action.member)
+        places = self._group.share(self.local, action.member)
         pieces = _opened(parcel or self.pack(action), places)
-        for own, to, piece in zip(self.own, places, pieces, strict=True):
-            if _heads(own) < self._group.size:
+        for x, to, piece in zip(self.local, places, pieces, strict=True):
+            if _heads(x) < self._group.size:
                 to.add_(piece)
             else:
                 to.copy_(piece)

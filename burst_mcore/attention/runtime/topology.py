@@ -88,10 +88,7 @@ class Topology:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if intra_size is not None:
             _check_divides(intra_size, size)
-        facts = _KNOWN.get(group.group_name)
-        if facts is None or facts.group is not group:  # names come again after destroy_process_group
-            _forget_destroyed()
-            _KNOWN[group.group_name] = facts = _Known(group)
+        facts = _known(group)
         if size == 1:
             return cls(rank, size, rates=rates)
         if intra_size is None:
@@ -120,12 +117,11 @@ class Topology:
         """
         for name, group in (("intra", intra), ("inter", inter)):
             _check_group(f"Topology.from_groups: {name}", group)
-        key = f"{intra.group_name} {inter.group_name}"
-        entry = _KNOWN_PAIRS.get(key)
-        if entry is None or entry[:2] != (intra, inter):
-            _forget_destroyed()
-            _KNOWN_PAIRS[key] = entry = (intra, inter, cls._from_groups(intra, inter))
-        return replace(entry[2], rates=rates)
+        facts = _known(intra, inter)
+        if facts.topology is None:
+            facts.topology = cls._from_groups(intra, inter)
+            facts.communicators = facts.topology.communicators
+        return replace(facts.topology, rates=rates)
 
     @classmethod
     def _from_groups(cls, intra: dist.ProcessGroup, inter: dist.ProcessGroup) -> Topology:
@@ -149,29 +145,31 @@ class Topology:
 
 @dataclass
 class _Known:
-    group: dist.ProcessGroup
+    groups: tuple[dist.ProcessGroup, ...]
     communicators: Communicators | None = None
     by_host: int = 0
+    topology: Topology | None = None
 
 
-_KNOWN: dict[str, _Known] = {}
-_KNOWN_PAIRS: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup, Topology]] = {}
+_KNOWN: dict[tuple[str, ...], _Known] = {}
+
+
+def _known(*groups: dist.ProcessGroup) -> _Known:
+    """Return the facts about the ring over these groups, by their names, which come again after a destroy."""
+    names = tuple(group.group_name for group in groups)
+    if names not in _KNOWN or _KNOWN[names].groups != groups:
+        _forget_destroyed()
+        _KNOWN[names] = _Known(groups)
+    return _KNOWN[names]
 
 
 def _forget_destroyed() -> None:
     """Close the rings of destroyed process groups: each ring has a thread and connections of its own."""
-    for name, facts in list(_KNOWN.items()):
-        if not exists(facts.group):
-            _close(_KNOWN.pop(name).communicators)
-    for names, (intra, inter, topology) in list(_KNOWN_PAIRS.items()):
-        if not (exists(intra) and exists(inter)):
-            del _KNOWN_PAIRS[names]
-            _close(topology.communicators)
-
-
-def _close(communicators: Communicators | None) -> None:
-    if communicators is not None:
-        communicators.close()
+    for names, facts in list(_KNOWN.items()):
+        if not all(map(exists, facts.groups)):
+            del _KNOWN[names]
+            if facts.communicators is not None:
+                facts.communicators.close()
 
 
 def _check_group(owner: str, group: object) -> None:
@@ -193,11 +191,11 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def _ask(topic: str, mine: str, group: dist.ProcessGroup) -> list[str]:
+def _ask(topic: str, answer: str, group: dist.ProcessGroup) -> list[str]:
     """Return every rank's answer on a topic, by the store: independent of the group's messages."""
     name = f"{topic}/{times((topic, group.group_name))}/{group.group_name}"
     store = PrefixStore(f"burst_mcore/{name}", _get_default_store())
-    store.set(str(dist.get_rank(group)), mine)
+    store.set(str(dist.get_rank(group)), answer)
     keys = [str(rank) for rank in range(dist.get_world_size(group))]
     try:
         store.wait(keys, ANSWER_WITHIN)

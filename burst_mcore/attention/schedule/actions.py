@@ -107,7 +107,8 @@ class _Message(Generic[T]):
     rows: Carried[T] = None
 
     def __str__(self) -> str:
-        return f"{self.buffer}{self.SIGN}{self.peer}{_of(self.rows)}"
+        many = sum(len(each) for each in self.rows or () if isinstance(each, range))
+        return f"{self.buffer}{self.SIGN}{self.peer}{'' if self.rows is None else f'({many})'}"
 
 
 class Send(_Message[T]):
@@ -228,10 +229,6 @@ class Unpack(_Copy):
 
 Action = Send[T] | Recv[T] | Wait | Compute | Accumulate[T] | Add[T] | Return | Pack | Unpack
 Program = tuple[Action[T], ...]
-
-
-def _of(rows: Carried[T]) -> str:
-    return "" if rows is None else f"({sum(len(each) for each in rows if isinstance(each, range))})"
 
 
 def posted_together(program: Program[T]) -> Iterator[tuple[Channel | None, list[Action[T]]]]:

@@ -43,14 +43,11 @@ def why_not_heads(heads: int, kv_heads: int, degree: int) -> str | None:
     return None
 
 
-def why_not_placed(degree: int, ranks: Ranks) -> str | None:
-    """Return why the ranks cannot be cut into groups of `degree`; None if they can."""
-    return f"it does not divide the {ranks.size} ranks" if ranks.size % degree else None
-
-
 def why_not_degree(degree: int, ranks: Ranks, heads: int, kv_heads: int) -> str | None:
     """Return why `degree` ranks cannot share these heads; None if they can."""
-    return why_not_placed(degree, ranks) or why_not_heads(heads, kv_heads, degree)
+    if ranks.size % degree:
+        return f"it does not divide the {ranks.size} ranks"
+    return why_not_heads(heads, kv_heads, degree)
 
 
 def legal_degrees(ranks: Ranks, heads: int, kv_heads: int) -> list[int]:

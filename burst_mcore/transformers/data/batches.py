@@ -193,7 +193,7 @@ def summary(x: Tensor) -> Tensor:
 
 def digest_of_batch(batch: Mapping[str, Any]) -> int:
     """Return a number, not negative, by which ranks compare the batches that they shard."""
-    return digest_of({name: digest(x.cpu()) for name, x in batch.items() if isinstance(x, Tensor)})
+    return digest_of(*((name, digest(x.cpu())) for name, x in batch.items() if isinstance(x, Tensor)))
 
 
 def is_per_token(x: Any, n: int) -> bool:
