@@ -41,14 +41,14 @@ EXTRAS = {"typer": "cli", "tabulate": "cli", "megatron": "megatron"}
 
 
 REFUSED = (ValueError, OverflowError, MemoryError, OSError)
-"""Errors that a question causes: illegal options, sizes beyond numbers or memory, files."""
+"""Errors of the user's input: illegal options, sizes beyond numbers or memory, files."""
 
 
 class OneLine(TyperGroup):
-    """The command, whose errors of usage, and those that a question causes, are one line and status 2."""
+    """The command. An error of usage, or of illegal options, sizes or files, is one line, with status 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a subcommand as typer does, except for the errors that its question causes."""
+        """Run a subcommand as typer does, except for the errors in REFUSED."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

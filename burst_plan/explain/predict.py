@@ -122,8 +122,8 @@ def explain(problem: LayerProblem, ranks: Ranks, rates: Rates, config: BurstConf
         for word, c in choices.items()
     )
     regret = choices["auto"].seconds / min(each.seconds for each in options) - 1
-    runs = {_key(each): each for each in (*options, *choices.values())}.values()  # those that run
-    order = sorted(runs, key=lambda each: (each.seconds, _key(each) != _key(choices["auto"])))
+    distinct_runs = {_key(each): each for each in (*options, *choices.values())}.values()
+    order = sorted(distinct_runs, key=lambda each: (each.seconds, _key(each) != _key(choices["auto"])))
     rows = table([_row(c, choices) for c in order], LESS, floatfmt=".4g")
     route, direction = choices["auto"].route, choices["auto"].direction
     plan = plan_of(question.layout, problem.seen, problem.seq, route.placement)

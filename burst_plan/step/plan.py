@@ -79,7 +79,7 @@ class Plan:
         return self.neighbours(self.cp, cluster)
 
     def neighbours(self, ranks: int, cluster: Ranks) -> Ranks:
-        """Return so many ranks, without those that share matrices with them: the next on a cluster."""
+        """Return a group of so many ranks, and how many of them a node holds beside tensor parallelism."""
         return Ranks(ranks, min(ranks, max(1, cluster.intra // self.tp)))
 
     def __str__(self) -> str:

@@ -79,8 +79,8 @@ def test_sound():
 @pytest.mark.slow
 def test_every_image_text_model_is_equal_or_refused_as_the_page_says():
     """Those with towers of timm are left out where it is not installed."""
-    found = everything(outcomes, NAMES, at_once=5)
-    found = {name: what for name, (what, words) in found.items() if TIMM not in words}
+    results = everything(outcomes, NAMES, at_once=5)
+    outcome_of = {name: outcome for name, (outcome, words) in results.items() if TIMM not in words}
     equal, _, refused = PAGE.read_text().partition(WITH_IMAGES)[2].partition("**Refused")
-    for name, what in found.items():
-        assert f"`{name}`" in {"equal": equal, "refused": refused}[what], (name, what)
+    for name, outcome in outcome_of.items():
+        assert f"`{name}`" in {"equal": equal, "refused": refused}[outcome], (name, outcome)

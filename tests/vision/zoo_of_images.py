@@ -108,6 +108,6 @@ def page(found: dict[str, tuple[str, str]]) -> str:
 
 if __name__ == "__main__":
     target, names = Path(sys.argv[1]), tuple(sys.argv[2:]) or NAMES
-    found = everything(outcomes, names, at_once=5)
+    results = everything(outcomes, names, at_once=5)
     if not sys.argv[2:]:
-        target.write_text(target.read_text().partition(WITH_IMAGES)[0] + page(found))
+        target.write_text(target.read_text().partition(WITH_IMAGES)[0] + page(results))

@@ -1,6 +1,6 @@
 """The rows of each message: of a block the rows still to be read, of a gradient the rows read so far.
 
-In round i a block visits node i of its path, and there place after place. Its owner is at round 0, place 0:
+Round i is node i on a block's path; there it visits place after place. Its owner is at round 0, place 0:
 rows that only the owner reads are not sent, and their gradients stay with the owner. The writers of programs
 ask a `Messages` for the rows of every message. `Messages` itself answers all rows, `OfRingRank` the rows for
 one ring rank, `burst_plan.simulate.counted.OfAll` their number for all ring ranks at once.

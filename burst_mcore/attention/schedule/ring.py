@@ -45,8 +45,8 @@ def double_ring(
 ) -> Program[T]:
     """Return the overlapped program of a ring rank on a double ring of nodes x intra.
 
-    The paper's appendix has the algorithms "Overlapping for Activations" and "for Gradients"; theirs is
-    corrected here.
+    The paper's appendix has the algorithms "Overlapping for Activations" and "for Gradients"; their
+    slips are corrected here.
 
     Data: the first block of a round rotates to the next node during the round. The block of step j + 1
     rotates within the node while step j is computed.
@@ -68,7 +68,7 @@ def double_ring(
 
 
 def visits(nodes: int, intra: int, *, gradients: bool) -> list[tuple[int, range]]:
-    """Return a block's path as (round, steps), in the order of computation."""
+    """Return (round, places) of a block's path, in the order of computation."""
     rounds = [(i, range(intra)) for i in range(nodes)]
     if gradients and nodes > 1 and intra > 1:
         return [(0, range(1)), *rounds[1:], (0, range(1, intra))]

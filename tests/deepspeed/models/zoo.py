@@ -125,11 +125,11 @@ def config_of(name: str) -> Any:
     own = kind()
     text = own.get_text_config()
     particular = PARTICULAR.get(name, {})
-    given = sizes_of(text) | particular
+    settings = sizes_of(text) | particular
     if text is own:
-        return kind(**given)
+        return kind(**settings)
     where = next(key for key, value in vars(own).items() if value is text)
-    return kind(**{where: {**text.to_dict(), **given}, **TOWERS.get(name, {})})
+    return kind(**{where: {**text.to_dict(), **settings}, **TOWERS.get(name, {})})
 
 
 def sizes_of(config: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_the_example_of_the_manual_trains_and_saves_a_model_without_gpus(tmp_pat
     page = (Path(__file__).parents[3] / "docs" / "frameworks" / "trainer.md").read_text()
     example = page.split("```\n")[1]
     config = re.search(r"^# ds\.json: (\{.*?)^from", example, re.MULTILINE | re.DOTALL)[1].replace("#", "")
-    (without_gpus,) = re.findall(r"without GPUs add `(.*?)`", page)
+    (without_gpus,) = re.findall(r"without GPUs: `SFTConfig\(\.\.\., (.*?)\)`", page)
     script, folder = tmp_path / "train.py", tmp_path / "path" / "to" / "model"
     script.write_text(example.replace("max_length=None", f"max_length=None, {without_gpus}"))
     (tmp_path / "ds.json").write_text(json.dumps(json.loads(config)))
