@@ -1,13 +1,14 @@
 """burst_attention as one opaque operator, for torch.compile and dispatch modes (selective checkpointing).
 
-An operator's schema allows only tensors, numbers and strings. So a graph carries the key of a call's options,
-and a ticket: a small tensor with the record of a forward. An attribute of its storage, which detached copies
-share, has the record, too, and the other state for backward: the host would synchronize to read the values.
+A graph carries the key of a call's options, and a ticket: a small tensor with the record of a forward, whose
+storage has the state for backward as an attribute. Detached copies share that, and no host synchronizes.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -24,34 +25,28 @@ from burst_mcore.dtypes import wide
 
 
 class Keyed:
-    """Options under a string key, for an operator's schema."""
+    """Options under a key, which fixes shapes of results: torch's disk cache of graphs sees only the key."""
 
     def __init__(self, options: Options) -> None:
-        # The key fixes the shapes of results: torch's disk cache of graphs sees only the key.
         self.options, self.key = options, f"{next(_NUMBERS)} of {options.topology.size}"
         _BY_KEY[self.key] = self
 
 
 _NUMBERS = itertools.count()
 _BY_KEY: WeakValueDictionary[str, Keyed] = WeakValueDictionary()
-_OF_GRAPHS: dict[Options, Keyed] = {}
-"""The options in graphs, kept for the whole process: no event reports the end of a graph."""
+_keyed_in_graphs = functools.cache(Keyed)  # for the whole process: no event reports the end of a graph
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def key_in_graph(*options: Any) -> str:
     """Return the key of options while Dynamo traces; its guards hold the objects."""
-    for each in [x for x in _OF_GRAPHS if (ring := x.topology.communicators) and ring.destroyed]:
-        del _OF_GRAPHS[each]
-    key_options = Options(*options)
-    return _OF_GRAPHS.setdefault(key_options, Keyed(key_options)).key
+    return _keyed_in_graphs(Options(*options)).key
 
 
 def _options(key: str) -> Options:
-    keyed = _BY_KEY.get(key)
-    if keyed is None:
-        raise RuntimeError("a traced call's options are gone: trace by torch.compile, which keeps them")
-    return keyed.options
+    if key in _BY_KEY:
+        return _BY_KEY[key].options
+    raise RuntimeError("a traced call's options are gone: trace by torch.compile, which keeps them")
 
 
 @torch.library.custom_op("burst_mcore::attention_forward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
@@ -64,54 +59,48 @@ def attention_forward(
         request = validate(tensors, options)
         compare(CallId(request, entered.layer, options.topology))
     results = run_forward(request, options.topology, tensors, needs_gradient, NOTHING_KEPT)
-    pairs = zip((results.lse, results.max_logit), _statistics(q), strict=True)
-    lse, max_logit = (result if result.numel() else blank for result, blank in pairs)
+    lse = results.lse if results.lse.numel() else results.lse.new_empty(q.shape[0], q.shape[2], q.shape[1])
     values = torch.tensor([results.record.number, *results.record.lengths], pin_memory=q.is_cuda)
     ticket = values.to(q.device, non_blocking=True)
     on_ring = () if results.saved.q is q else results.saved[:4]  # under head x ring q, k, v and lse
     ticket.untyped_storage().kept = results.record, on_ring  # type: ignore[attr-defined]
-    return results.out, lse, max_logit, ticket
+    return results.out, lse, results.max_logit, ticket
 
 
 @attention_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, up: Any, key: str, needs_gradient: bool) -> Any:
-    out = q.new_empty((*q.shape[:3], Tensors(q, k, v, sinks, up).value_dim))
-    ticket = q.new_empty(1 + _options(key).topology.size, dtype=torch.int64)
-    return out, *_statistics(q), ticket
-
-
-def _statistics(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for lse [B, H, S] and the max logits [H]."""
-    (batch, tokens, heads, _), dtype = q.shape, wide(q.dtype)
-    return q.new_empty((batch, heads, tokens), dtype=dtype), q.new_empty(heads, dtype=dtype)
+    options = _options(key)
+    batch, tokens, heads, _ = q.shape
+    out = q.new_empty(batch, tokens, heads, Tensors(q, k, v, sinks, up).value_dim)
+    lse = q.new_empty((batch, heads, tokens), dtype=wide(q.dtype))
+    max_logit = lse.new_empty(heads if options.return_max_logit else 0)
+    return out, lse, max_logit, q.new_empty(1 + options.topology.size, dtype=torch.int64)
 
 
 @torch.library.custom_op("burst_mcore::attention_backward", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def attention_backward(
-    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    up: Tensor | None, out: Tensor, lse: Tensor, ticket: Tensor, key: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v, sinks and up; empty for a missing input."""
+    dresults: Sequence[Tensor | None], inputs: Sequence[Tensor | None], results: Sequence[Tensor], key: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the inputs, `Tensors`, empty for a missing one; results: see `_save`."""
+    q, k, v, sinks, up = tensors = Tensors._make(inputs)
+    out, lse, ticket = results
     options = _options(key)
     with agreement_of(options.topology).refusing():
-        request = validate(Tensors(q, k, v, sinks, up), options)
+        request = validate(tensors, options)
         kept = getattr(ticket.untyped_storage(), "kept", None)
-        record, on_ring = kept or (Agreed(int(ticket[0]), tuple(ticket[1:].tolist())), ())
+        record, on_ring = kept or (Agreed(int(ticket[0]), tuple(ticket[1:].tolist())), None)
         if kept is None and call_of(request, record.lengths).route.heads > 1:
             raise RuntimeError(
-                "a hook has moved the saved tensors of a compiled call whose ranks share heads: set "
-                "head_parallel=1, or leave the call out of the graph (torch.compiler.disable)"
+                "a hook has moved the saved tensors of a compiled call: set head_parallel=1 or call eagerly"
             )
-    latent = k if up is not None else None
-    q, k, v, ring_lse = on_ring or (q, k, v, lse)
-    saved = Saved(q, k, v, ring_lse, sinks, out, lse, latent, up)
-    gradients = run_backward(request, options.topology, record, saved, dout, dlse)
+    saved = Saved._make((*(on_ring or (q, k, v, lse)), sinks, out, lse, None if up is None else k, up))
+    gradients = run_backward(request, options.topology, record, saved, *dresults)
     return tuple(q.new_empty(0) if x is None else x for x in gradients)  # type: ignore[return-value]
 
 
 @attention_backward.register_fake
-def _(dout: Any, dlse: Any, *others: Any) -> Any:
-    return tuple(others[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in others[:5])
+def _(dresults: Any, inputs: Any, results: Any, key: str) -> Any:
+    return tuple(inputs[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -123,9 +112,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    gradients = attention_backward(dout, dlse, *saved, ctx.keyed.key)
-    return *(None if x is None else dx for x, dx in zip(saved[:5], gradients, strict=True)), None, None
+    inputs, results = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    gradients = attention_backward((dout, dlse), inputs, results, ctx.keyed.key)
+    return *(None if x is None else dx for x, dx in zip(inputs, gradients, strict=True)), None, None
 
 
 attention_forward.register_autograd(_gradients, setup_context=_save)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,14 +37,14 @@ class OnDevice:
 class OffloadedResults:
     """A call's results in pinned host memory, prefetched when backward takes the next call's results."""
 
-    _last: ClassVar[weakref.ref[OffloadedResults] | None] = None
-    """The results that were saved last, which backward takes first."""
+    _of_thread = threading.local()
+    """`last`: the results that a thread saved last, which backward takes first."""
 
     def __init__(self, suffix: SavedSuffix) -> None:
-        self._cut, self._before = suffix.cut, self._last
+        self._cut, self._before = suffix.cut, getattr(self._of_thread, "last", None)
         self._there = [(_sent(x if suffix.copied else x.clone()), x.device) for x in suffix.tensors]
         self._here: list[Tensor] | None = None
-        OffloadedResults._last = weakref.ref(self)
+        self._of_thread.last = weakref.ref(self)
 
     def fetch(self) -> None:
         """Start the copies back to the device."""

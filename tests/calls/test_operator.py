@@ -42,10 +42,10 @@ def _checked(rank, size, options, sunk):
         tests.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(attention_forward, (q, k, v, sinks, None, keyed.key, True), test_utils=tests)
     out, lse, _, ticket = (x.detach() for x in results)
-    inputs = torch.ones_like(out), None, *(x.detach() for x in (q, k, v)), sinks, None
+    inputs = [*(x.detach() for x in (q, k, v)), sinks, None]
     torch.library.opcheck(
         attention_backward,
-        (*inputs, out, lse, ticket, keyed.key),
+        ([torch.ones_like(out), None], inputs, [out, lse, ticket], keyed.key),
         test_utils=["test_schema", "test_faketensor"],
     )
     return True
@@ -126,8 +126,8 @@ def test_no_result_of_the_operators_is_on_another_device_than_q():
         q, k, v = (torch.empty(1, 64, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         sinks = torch.empty(4, device="cuda")
         out, lse, max_logit, ticket = attention_forward(q, k, v, sinks, None, keyed.key, True)
-        inputs = q, None, q, k, v, sinks, None
-        gradients = attention_backward(*inputs, out, lse, ticket, keyed.key)
+        inputs = [q, k, v, sinks, None]
+        gradients = attention_backward([q, None], inputs, [out, lse, ticket], keyed.key)
     tensors = [out, lse, max_logit, ticket, *gradients]
     assert len(tensors) == 9 and {x.device.type for x in tensors} == {"cuda"}
 
@@ -162,8 +162,8 @@ def test_fakes_of_gradients_have_the_dtypes_and_strides_of_gradients(rank, size)
     for tensors in ((q, k, v, torch.ones(heads), None), (q, *latent, None, up)):
         keyed = Keyed(OPTIONS)
         out, lse, _, ticket = attention_forward(*tensors, keyed.key, True)
-        inputs = torch.ones_like(out), None, *tensors, out, lse, ticket, keyed.key
-        torch.library.opcheck(attention_backward, inputs, test_utils="test_faketensor")
+        arguments = [torch.ones_like(out), None], tensors, [out, lse, ticket], keyed.key
+        torch.library.opcheck(attention_backward, arguments, test_utils="test_faketensor")
 
 
 def test_options_that_are_gone_are_said_to_be():
