@@ -8,7 +8,7 @@ rollouts                rollouts of one prompt as one packed row, a tree
 megatron, deepspeed     adapters to the frameworks; wrap: their functions, replaced at run time; version
 transformers            causal LMs of Hugging Face over shards, the base of deepspeed and torch
 torch                   plain PyTorch: loops by hand over FSDP2 and DDP; compat: other projects' functions
-agreement, config, rates, packages, dtypes, words   shared by all
+agreement, config, rates, packages, dtypes, latest, words   shared by all
 scripts                 scripts under a launcher
 
 This package is for training. burst_plan plans and predicts before training, burst_bench measures.

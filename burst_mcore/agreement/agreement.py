@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import NamedTuple
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from burst_mcore.agreement.claims import AHEAD, NUMBERS, REFUSES, WAITS, Signature, Word, digest_of
+from burst_mcore.agreement.claims import Claim
 from burst_mcore.agreement.watch import Answer, GoneError, Meeting, Watch
 
 VERDICT_WITHIN = 5.0
 """Seconds that a rank whose ring step failed waits to hear whether the ranks disagreed on the call."""
-
-
-class Claim(NamedTuple):
-    """What a rank brings to a meeting: fields that must be the same on all ranks, and numbers for them."""
-
-    signature: Signature
-    numbers: tuple[int, ...] = ()
-    if_even: Signature | None = None
-    """Fields that must be the same as well, but only if the numbers of all ranks are the same."""
-    kind: Hashable = None
-    may_go_ahead: bool = False
-    """Whether this rank need not wait, once all ranks have met with claims of this kind."""
-    of_call: int = 0
-    """Of a backward, the number of its forward, which must be the same, too."""
-    error: str | None = None
-    """Why this rank refuses."""
-
-    def word(self, *, ahead: bool = False) -> Word:
-        """Return the claim as integers."""
-        how = REFUSES if self.error is not None else AHEAD if ahead else WAITS
-        always, if_even = [digest_of(*(x or {}).items()) for x in (self.signature, self.if_even)]
-        return [how, always, if_even + self.of_call, *self.numbers, *[0] * (NUMBERS - len(self.numbers))]
 
 
 class Agreed(NamedTuple):
@@ -108,18 +86,18 @@ class Ring(Watch, Agreement):
         ahead = claim.may_go_ahead and claim.kind in self._seen
         meeting = self._post(claim, ahead=ahead)
         even = [meeting.word[3:]] * len(self._order)
-        answer = even if ahead else self._answer(meeting)
-        if isinstance(answer, BaseException):
+        numbers = even if ahead else self._answer(meeting)
+        if isinstance(numbers, BaseException):
             self._raise_failure()
             # A copy: the error that is kept here must not keep the frames, and tensors, of the caller.
-            raise copy(answer)
-        assert answer is not None
-        if claim.kind is not None and claim.kind not in self._seen and answer == even:
+            raise copy(numbers)
+        assert numbers is not None
+        if claim.kind is not None and claim.kind not in self._seen and numbers == even:
             self._seen[claim.kind] = True
         if ahead and torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        lengths = tuple([first for first, *_ in answer])
-        return Agreed(meeting.number, lengths, hash((meeting.number, *meeting.word[1:3])), answer)
+        lengths = tuple([first for first, *_ in numbers])
+        return Agreed(meeting.number, lengths, hash((meeting.number, *meeting.word[1:3])), numbers)
 
     @contextlib.contextmanager
     def ring(self) -> Iterator[None]:
@@ -146,15 +124,15 @@ class Ring(Watch, Agreement):
         self._raise_failure()
 
     def _refuse(self, error: BaseException) -> None:
-        """Tell the ranks that may wait for this one that it refuses its call, and why. Waits for nobody."""
+        """Tell the ranks that meet this one that it refuses its call, and why. Waits for nobody."""
         text = f"rank {self._rank} of the ring refused this call: {_text_of(error)}"
-        self._leave(f"refusal/{self._calls + 1}", text)
-        self._post(Claim({}, error=text))
+        meeting = self._post(Claim({}, error=text))
+        with contextlib.suppress(RuntimeError):  # the store may have ended
+            self._store.set(f"refusal/{meeting.number}", text)  # this process may end before the others come
 
     def _post(self, claim: Claim, *, ahead: bool = False) -> Meeting:
-        self._calls += 1
-        fields = {"of call": str(claim.of_call), **claim.signature, **(claim.if_even or {})}
-        self._last = meeting = Meeting(self._calls, claim.word(ahead=ahead), fields)
+        number = self._last.number + 1 if self._last else 1
+        self._last = meeting = Meeting(number, claim, claim.word(ahead=ahead))
         with self._changed:
             self._queue.append(meeting)
             self._changed.notify_all()
@@ -173,10 +151,10 @@ class Ring(Watch, Agreement):
 
     def _raise_failure(self, cause: Exception | None = None) -> None:
         """Raise why no call may follow, if that is so."""
-        failure = self._failure
-        if failure is not None:
-            text = f"{failure}. Messages may still be on their way: make the process group anew"
-            raise (ValueError if isinstance(failure, ValueError) else RuntimeError)(text) from cause
+        if self._failure is not None:
+            kind = ValueError if isinstance(self._failure, ValueError) else RuntimeError
+            text = "Messages may still be on their way: make the process group anew"
+            raise kind(f"{self._failure}. {text}") from cause
 
     def _fail(self, error: BaseException, how: str) -> None:
         self._stop(RuntimeError(f"rank {self._rank} of the ring {how}: {_text_of(error)}"), tell=True)

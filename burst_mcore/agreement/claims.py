@@ -1,54 +1,87 @@
-"""What ranks compare: words, which are claims as integers, and the text of differences."""
+"""What ranks compare: `Claim`, its integers, and the numbers or the error that all ranks get."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple
 
 from burst_mcore.words import digest
 
 Signature = Mapping[str, str]
 """By field, values that must be the same on all ranks."""
-Told = tuple[Signature, str | None]
-"""A claim as text: its fields, and why the rank refuses, if it does."""
 Word = list[int]
 """A claim as integers: how a rank comes, digests of fields, and of fields if all ranks are even; numbers."""
+Exchange = Callable[[Sequence[int]], list[list[int]]]
+"""Takes integers of this rank, and returns those of every rank, as many. Collective."""
 NUMBERS = 6
 """Numbers of a word, which has 72 bytes."""
 WAITS, REFUSES, AHEAD = range(3)
 """How a rank comes to a meeting."""
-MOST = 4
-"""Ranks whose errors are named, at most."""
+
+
+class OthersError(ValueError):
+    """The error of ranks that have none of their own: others refuse, or ranks differ."""
+
+
+class Claim(NamedTuple):
+    """What a rank brings to a meeting: fields that must be the same on all ranks, and numbers for them."""
+
+    signature: Signature
+    numbers: tuple[int, ...] = ()
+    if_even: Signature = MappingProxyType({})
+    """Fields that must be the same as well, but only if the numbers of all ranks are the same."""
+    kind: Hashable = None
+    may_go_ahead: bool = False
+    """Whether this rank need not wait, once all ranks have met with claims of this kind."""
+    of_call: int = 0
+    """Of a backward, the number of its forward, which must be the same, too."""
+    error: str | None = None
+    """Why this rank refuses."""
+
+    def word(self, *, ahead: bool = False) -> Word:
+        """Return the claim as integers."""
+        how = REFUSES if self.error is not None else AHEAD if ahead else WAITS
+        always, if_even = [digest_of(*fields.items()) for fields in (self.signature, self.if_even)]
+        return [how, always, if_even + self.of_call, *self.numbers, *[0] * (NUMBERS - len(self.numbers))]
 
 
 def numbers_of(
-    words: Sequence[Word], claims: Callable[[], Mapping[int, Told]], ranks: str = "ranks"
-) -> list[Word]:
-    """Return the numbers of all ranks, if these agree.
+    words: Sequence[Word], claim: Claim, exchange: Exchange, noun: str, ranks: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Return the numbers of all ranks, if these agree; else the ranks exchange their claims as text.
 
     Args:
-        claims: returns the claims as text, by rank, of all ranks, or of one that refuses.
-        ranks: the noun for the ranks.
+        words: the claims of all ranks; `claim` is this rank's.
+        noun: the word for ranks; `ranks` are their names, by default 0, 1, ...
 
     Raises:
-        ValueError: ranks refuse ("rank 1: labels must be int64"), or differ ("ranks make different calls").
+        OthersError: ranks refuse ("rank 1: labels must be int64"), or differ ("ranks make different calls").
     """
-    hows, numbers = [word[0] for word in words], [word[3:] for word in words]
+    numbers, refused = [word[3:] for word in words], any(word[0] == REFUSES for word in words)
     uneven = any(each != numbers[0] for each in numbers)
-    if REFUSES in hows:
-        errors = dict.fromkeys(error for _, error in claims().values() if error is not None)
-        raise ValueError("; ".join([*errors][:MOST]) or "a rank refused this call, and has gone")
-    if len({(word[1], uneven or word[2]) for word in words}) > 1:
-        fields = {rank: fields for rank, (fields, _) in claims().items()}
-        raise ValueError(f"{ranks} make different calls: {differences(fields)}")
-    if uneven and AHEAD in hows:
-        raise ValueError(
+    if refused or len({(word[1], uneven or word[2]) for word in words}) > 1:
+        fields = {"of call": str(claim.of_call), **claim.signature, **claim.if_even}
+        everyones = _texts(exchange, [fields, claim.error])
+        errors = dict.fromkeys(error for _, error in everyones if error is not None)
+        differing = differences(dict(zip(ranks or range(len(words)), [x for x, _ in everyones], strict=True)))
+        raise OthersError("; ".join([*errors][:4]) or f"{noun} make different calls: {differing}")
+    if uneven and AHEAD in [how for how, *_ in words]:
+        raise OthersError(
             f"the ranks hold {[first for first, *_ in numbers]} tokens, but a rank went ahead as if all held "
             f"as many, as in an earlier call: where the length n of sequences changes, give mask & "
             f"Mask.documents([0, n])"
         )
     return numbers
+
+
+def _texts(exchange: Exchange, value: object) -> list[tuple[Signature, str | None]]:
+    """Return a value of every rank, which travels as bytes of JSON, filled up with spaces."""
+    text = json.dumps(value).encode()
+    longest = max(length for (length,) in exchange([len(text)]))
+    return [json.loads(bytes(row)) for row in exchange([*text.ljust(longest)])]
 
 
 def differences(signatures: Mapping[int, Signature]) -> str:

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement, Claim
-from burst_mcore.agreement.claims import Told, numbers_of
+from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement
+from burst_mcore.agreement.claims import Claim, OthersError, numbers_of
 
-
-class OthersError(ValueError):
-    """The error of a `Group` on ranks that have none of their own, or that differ."""
+T = TypeVar("T")
 
 
 class Group(Agreement):
     """The agreement of the ranks of a caller's process group: meetings and refusals are its collectives."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None) -> None:
-        self._group, self._device = group, device
+        self._ranks = dist.get_process_group_ranks(group)
+        self._exchange = partial(integers_of, group, device=device)
 
     def meet(self, claim: Claim) -> Agreed:
-        words = integers_of(self._group, claim.word(), self._device)
-
-        def claims() -> dict[int, Told]:
-            everyones = [(claim.signature, claim.error)] * len(words)
-            dist.all_gather_object(everyones, everyones[0], group=self._group)
-            return dict(zip(dist.get_process_group_ranks(self._group), everyones, strict=True))
-
-        try:
-            numbers = numbers_of(words, claims)
-        except ValueError as error:
-            raise OthersError(*error.args) from None
+        numbers = numbers_of(self._exchange(claim.word()), claim, self._exchange, "ranks", self._ranks)
         return Agreed(lengths=tuple([first for first, *_ in numbers]), numbers=numbers)
 
     def _refuse(self, error: BaseException) -> None:
@@ -47,6 +38,26 @@ class Group(Agreement):
 def agreement_over(group: dist.ProcessGroup | None, device: torch.device | None = None) -> Agreement:
     """Return the agreement of the ranks of a caller's group; None: of this rank alone. device: of NCCL."""
     return ALONE if group is None or group.size() == 1 else Group(group, device)
+
+
+def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return `do()`, if it succeeds on every rank of a group, by default of all. Collective over them.
+
+    `do` may itself be collective over a group of ranks, if it fails on all of them or on none.
+
+    Raises:
+        OthersError: `do` failed on other ranks only. A rank on which it failed raises its own error.
+    """
+    agreement = agreement_over(group or dist.group.WORLD)
+    with agreement.refusing():
+        result = do()
+    agreement.meet(Claim({}))
+    return result
+
+
+def check_equal(name: str, value: Any) -> None:
+    """Raise OthersError on all ranks if their values of this name print differently. Collective."""
+    agreement_over(dist.group.WORLD).meet(Claim({name: str(value)}))
 
 
 def integers_of(

@@ -1,4 +1,4 @@
-"""`Watch`, the thread by which a rank of a ring exchanges words, meeting after meeting, and sees failures."""
+"""`Watch`, the thread by which a rank of a ring exchanges claims, one after another, and sees failures."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from burst_mcore.agreement.claims import AHEAD, WAITS, Signature, Told, Word, numbers_of
+from burst_mcore.agreement.claims import AHEAD, WAITS, Claim, OthersError, Word, numbers_of
+from burst_mcore.latest import Latest
 
 LOOK_EVERY = timedelta(seconds=1)
 """How often a thread looks around while it waits."""
-ANSWER_WITHIN = timedelta(seconds=20)
-"""How long ranks that disagree wait for each other's claims."""
 WARN_AFTER = 10.0
 """Seconds after which a rank that waits at a sync point logs which ranks are absent."""
 MESSAGES = "send", "recv", "isend", "irecv", "batch_isend_irecv"
@@ -40,17 +38,6 @@ class GoneError(RuntimeError):
     """A rank has gone. Ranks in mid-ring name their own ring step instead."""
 
 
-class Latest(dict[Any, Any]):
-    """A dictionary of the entries that were made last."""
-
-    MOST = 1024
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        if len(self) > self.MOST:
-            del self[next(iter(self))]
-
-
 Answer = Sequence[Word] | BaseException | None
 """The numbers of all ranks, or why they do not agree; None: not yet."""
 
@@ -60,21 +47,20 @@ class Meeting:
     """A numbered meeting as this rank comes to it."""
 
     number: int
+    claim: Claim
     word: Word
-    fields: Signature
-    """Of the claim; the name of a sync point, to which all ranks come, is "at"."""
     answer: Answer = None
 
 
 class Watch:
     """The thread of one rank, which takes its meetings one after another until the ring has failed.
 
-    An error of one meeting alone is a ValueError, if nobody went ahead. Any other error is a failure: it ends
-    the thread, the ring, and the other ranks' rings. The thread and the one that makes the calls share the
-    queue of meetings, their answers and the failure, under the lock of `_changed`.
+    An error of one meeting alone is an OthersError, if nobody went ahead. Any other error is a failure: it
+    ends the thread, the ring, and the other ranks' rings. The thread and the one that makes the calls share
+    the queue of meetings, their answers and the failure, under the lock of `_changed`.
 
-    Ranks leave notes in the store: "failure" of the ring, "refusal/N" of meeting N, "claim/N/r" of a meeting
-    whose words differ, and "at/r", where rank r was last.
+    Ranks leave notes in the store: "failure" of the ring, "refusal/N" of meeting N, for ranks that come when
+    the one that refused has ended, and "at/r", where rank r was last.
 
     Args:
         group: gloo, over all ranks of the ring; nothing else may use it.
@@ -95,9 +81,10 @@ class Watch:
         """Why no call may follow, if that is so."""
         self._last: Meeting | None = None
         """This, and what follows, is of the thread that makes the calls."""
-        self._calls = 0
         self._seen = Latest()
         """Kinds of claims on which all ranks have agreed."""
+        self._meeting = Meeting(0, Claim({}), [], answer=[[]])
+        """Of the thread: the meeting that it is at, or was at last."""
         self._thread = threading.Thread(target=self._work, name=f"burst_mcore agreement {rank}", daemon=True)
         self._thread.start()
         # A thread that wakes after the interpreter's end would abort the process.
@@ -126,34 +113,21 @@ class Watch:
         if not self._store.check(["failure"]):
             return None
         kind, text = json.loads(self._store.get("failure"))
-        return {"ValueError": ValueError, "GoneError": GoneError}.get(kind, RuntimeError)(text)
-
-    def _leave(self, key: str, note: Any) -> None:
-        """Leave a note for the other ranks, if the store has not ended: else nobody is there to read it."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(key, json.dumps(note))
-
-    def _leave_place(self, number: int, place: str, group: str = "", collective: int = 0) -> None:
-        self._leave(f"at/{self._rank}", [number, f"rank {self._rank}, last at {place}", group, collective])
-
-    def _find(self, key: str, default: Any = None) -> Any:
-        """Return a note, if there is one, and the store has not ended."""
-        with contextlib.suppress(RuntimeError):
-            return json.loads(self._store.get(key)) if self._store.check([key]) else default
-        return default
+        kinds = {"OthersError": OthersError, "GoneError": GoneError}
+        return kinds.get(kind, RuntimeError)(text)
 
     def _work(self) -> None:
-        """Exchange words, meeting after meeting, until the ring has failed: the thread's function."""
-        number = 0
+        """Exchange claims, meeting after meeting, until the ring has failed: the thread's function."""
         try:
             while True:
-                meeting = self._next(number)
-                number = meeting.number
-                words = self._exchanged(meeting)
+                self._meeting = meeting = self._next()
+                if "at" in meeting.claim.signature:
+                    self._leave_place(meeting.claim.signature["at"])
+                words = self._exchanged(meeting.word)
                 try:
-                    claims = partial(self._claims, meeting)
-                    self._tell(meeting, numbers_of(words, claims, "the ranks of the ring"))
-                except ValueError as error:
+                    numbers = numbers_of(words, meeting.claim, self._exchanged, "the ranks of the ring")
+                    self._tell(meeting, numbers)
+                except OthersError as error:
                     if AHEAD in [how for how, *_ in words]:
                         raise
                     self._tell(meeting, error)
@@ -168,116 +142,108 @@ class Watch:
                 raise
 
     def _tell(self, meeting: Meeting, answer: Answer) -> None:
-        """Give the caller the first answer to a meeting."""
         with self._changed:
-            meeting.answer = meeting.answer or answer
+            meeting.answer = answer
             self._changed.notify_all()
 
-    def _next(self, number: int) -> Meeting:
-        """Return the meeting behind this number; until it comes, tell where the main thread waits."""
+    def _next(self) -> Meeting:
+        """Return the next meeting; until it comes, tell where the main thread waits."""
         stand = None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._failure, LOOK_EVERY.total_seconds())
                 if self._queue and self._failure is None:
                     return self._queue.popleft()
-            self._look(None)
+            self._look()
             before, stand = stand, stand_of_main_thread()
             if stand is not None and stand == before:  # at two looks: not on its way through
-                self._leave_place(number, *stand)
+                self._leave_place(*stand)
 
-    def _exchanged(self, meeting: Meeting) -> list[Word]:
-        """Return the words of every rank on a meeting, by its place on the ring.
+    def _exchanged(self, integers: Sequence[int]) -> list[list[int]]:
+        """Return the integers of every rank, which brings as many, by its place on the ring.
 
         A gather to the hub, first rank of the group, and a broadcast: all-reduce takes 2 (G - 1) messages on
         gloo, one after another.
         """
-        if "at" in meeting.fields:
-            self._leave_place(meeting.number, meeting.fields["at"])
-        word, is_hub = torch.tensor(meeting.word), self._order[self._rank] == 0
-        table = torch.empty(len(self._order), len(word), dtype=torch.int64)
+        row, is_hub = torch.tensor(integers), self._order[self._rank] == 0
+        table = torch.empty(len(self._order), len(row), dtype=torch.int64)
         rows = list(table.unbind()) if is_hub else None
-        gathering = dist.gather(word, rows, group=self._group, group_dst=0, async_op=True)
+        gathering = dist.gather(row, rows, group=self._group, group_dst=0, async_op=True)
         if is_hub:
-            self._until(gathering, meeting)
-        self._until(dist.broadcast(table, group=self._group, group_src=0, async_op=True), meeting)
-        words: list[Word] = table[self._order].tolist()
-        return words
+            self._until(gathering)
+        self._until(dist.broadcast(table, group=self._group, group_src=0, async_op=True))
+        everyones: list[list[int]] = table[self._order].tolist()
+        return everyones
 
-    def _until(self, work: dist.Work | None, meeting: Meeting) -> None:
+    def _until(self, work: dist.Work | None) -> None:
         """Wait until gloo's work is complete; look around meanwhile, for late ranks ever more rarely."""
         assert work is not None
         start, patience = time.monotonic(), 1.0
         while not work.is_completed():
             try:
                 work.wait(LOOK_EVERY)
-            except RuntimeError:  # LOOK_EVERY has passed, or the work has failed: a rank may have told why
-                self._look(meeting)
+            except RuntimeError:  # LOOK_EVERY has passed, or the work has failed
+                self._look()
                 seconds = time.monotonic() - start
-                if meeting.answer is None and meeting.word[0] == WAITS and seconds > patience:
+                if self._meeting.word[0] == WAITS and seconds > patience:
                     patience *= 1.5
-                    self._look_for_late(meeting, seconds)
+                    self._look_for_late(seconds)
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._gone(meeting, error) from error
+            self._look()  # a rank may have told why
+            raise self._gone(error) from error
 
-    def _look(self, meeting: Meeting | None) -> None:
-        """Raise the failure of any rank; find why others refuse a meeting."""
+    def _look(self) -> None:
+        """Raise the failure of any rank; in a meeting the loss of the store is one, too."""
         try:
             failure = self._failure or self._failure_told()
         except RuntimeError as lost:
-            failure = None if meeting is None else self._gone(meeting, lost)
+            failure = None if self._meeting.answer else self._gone(lost)
         if failure is not None:
             raise failure
-        refusal = meeting and self._find(f"refusal/{meeting.number}")
-        if meeting is not None and refusal is not None:  # it is not kept back until all have come
-            if meeting.word[0] == AHEAD:
-                raise ValueError(refusal)
-            self._tell(meeting, ValueError(refusal))
 
-    def _look_for_late(self, meeting: Meeting, seconds: float) -> None:
+    def _leave_place(self, place: str, group: str = "", collective: int = 0) -> None:
+        """Note where this rank is, for the others, if the store has not ended."""
+        note = [self._meeting.number, f"rank {self._rank}, last at {place}", group, collective]
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"at/{self._rank}", json.dumps(note))
+
+    def _late(self) -> dict[str, tuple[str, int]]:
+        """Return where ranks with no sync point since this meeting were last, with group and collective."""
+        places: dict[str, tuple[str, int]] = {}
+        for rank in range(len(self._order)):
+            number, place, group, collective = 0, f"rank {rank}, last at no sync point", "", 0
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([f"at/{rank}"]):
+                    number, place, group, collective = json.loads(self._store.get(f"at/{rank}"))
+            if number < self._meeting.number:
+                places[place] = group, collective
+        return places
+
+    def _look_for_late(self, seconds: float) -> None:
         """Raise RuntimeError if a rank waits elsewhere for this one; log which ranks have not come."""
-        late, here = self._late(meeting), meeting.fields.get("at", "a call of the ring")
+        late, here = self._late(), self._meeting.claim.signature.get("at")
         for text, (name, number) in late.items():
             if any(_begun(group) < number for group in c10d._world.pg_names if group.group_name == name):
+                here = here or "a call of the ring"
                 raise RuntimeError(f"{text}, waits for rank {self._rank}, which waits at {here}")
-        if "at" in meeting.fields and seconds > WARN_AFTER:
+        if here and seconds > WARN_AFTER:
             absent = "; ".join(late) or "a message"
             logger.warning("rank %d has waited for %d s at %s, for %s", self._rank, seconds, here, absent)
 
-    def _late(self, meeting: Meeting) -> dict[str, tuple[str, int]]:
-        """Return the last sync points of ranks with none since a meeting, with group and collective."""
-        notes = [
-            self._find(f"at/{rank}", [0, f"rank {rank}, last at no sync point", "", 0])
-            for rank in range(len(self._order))
-        ]
-        return {place: (group, number) for of, place, group, number in notes if of < meeting.number}
-
-    def _gone(self, meeting: Meeting, error: RuntimeError) -> Exception:
-        """Return why an exchange failed."""
-        refusal, here = self._find(f"refusal/{meeting.number}"), meeting.fields.get("at")
-        if refusal is not None:
-            return ValueError(refusal)
-        absent = "" if here is None else "; ".join(self._late(meeting)) or "a message"
-        waits = "" if here is None else f" is at {here}, and waits for {absent}"
+    def _gone(self, error: RuntimeError) -> Exception:
+        """Return why an exchange failed: a rank has gone, which may have refused the call before."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([refusal := f"refusal/{self._meeting.number}"]):
+                return OthersError(self._store.get(refusal).decode())
+        here, absent = self._meeting.claim.signature.get("at"), "; ".join(self._late()) or "a message"
+        waits = f" is at {here}, and waits for {absent}" if here else ""
         return GoneError(
             f"rank {self._rank} of {len(self._order)}{waits}: another rank of the ring has gone or did not "
             f"come to this call, before its first ring step; look for the first error among the others "
             f"({error})"
         )
-
-    def _claims(self, meeting: Meeting) -> dict[int, Told]:
-        """Return the claims of all ranks, or of one that refuses; the ranks that are gone have none."""
-        refusal = self._find(f"refusal/{meeting.number}")
-        if refusal is not None:
-            return {self._rank: ({}, refusal)}
-        self._leave(f"claim/{meeting.number}/{self._rank}", meeting.fields)
-        keys = [f"claim/{meeting.number}/{rank}" for rank in range(len(self._order))]
-        with contextlib.suppress(RuntimeError):
-            self._store.wait(keys, ANSWER_WITHIN)  # for all together, however many are gone
-        gone = {"answer": f"none within {ANSWER_WITHIN.seconds} s"}
-        return {rank: (self._find(key, gone), None) for rank, key in enumerate(keys)}
 
 
 def stand_of_main_thread() -> tuple[str, str, int] | None:

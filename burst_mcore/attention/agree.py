@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-
 import torch
 
-from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement, Claim, Ring
+from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement, Ring
+from burst_mcore.agreement.claims import Claim
 from burst_mcore.agreement.watch import DESTROYED
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.replay import Recompute
@@ -103,8 +102,13 @@ def agree_on_backward(
     return agreement.meet(claim)
 
 
-def least(agreement: Agreement, value: float) -> float:
-    """Return the least of all ranks' values, not negative: such floats are ordered as their bits are."""
-    bits = struct.unpack("q", struct.pack("d", value))
-    meeting = agreement.meet(Claim({"pass": "least of all"}, bits))
-    return float(struct.unpack("d", struct.pack("q", min(meeting.lengths)))[0])
+def meet(topology: Topology, sync_point: str, *numbers: int) -> list[list[int]]:
+    """Return the numbers of all ranks of a sequence, which come to this sync point of their programs.
+
+    The agreement of their ring is asked: a collective of the caller's own is never mistaken for it.
+
+    Raises:
+        OthersError: on all of them, at once: some call burst at another sync point.
+        RuntimeError: a rank has ended, or did not come within the group's time-out; says where it was last.
+    """
+    return [[*each] for each in agreement_of(topology).meet(Claim({"at": sync_point}, numbers)).numbers]

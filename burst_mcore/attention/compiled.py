@@ -112,8 +112,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
-    inputs, results = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    gradients = attention_backward((dout, dlse), inputs, results, ctx.keyed.key)
+    *inputs, out, lse, ticket = ctx.saved_tensors
+    gradients = attention_backward((dout, dlse), inputs, (out, lse, ticket), ctx.keyed.key)
     return *(None if x is None else dx for x, dx in zip(inputs, gradients, strict=True)), None, None
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from burst_mcore.agreement.agreement import Agreed, Agreement
-from burst_mcore.attention.agree import agree_on_backward, agree_on_call, agreement_of, least, passes_of
+from burst_mcore.agreement.claims import Claim
+from burst_mcore.attention.agree import agree_on_backward, agree_on_call, agreement_of, passes_of
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
@@ -162,7 +163,8 @@ def run_forward(
     tokens = agreed.lengths[call.rank]
     with _in_pass(agreement, tensors.q.device):
         if recompute.at_most:  # a collective: ranks without free memory join, too
-            recompute = replace(recompute, keep=least(agreement, recompute.keep))
+            keeps = agreement.meet(Claim({"pass": "least of all"}, (int(recompute.keep * 2**30),))).lengths
+            recompute = replace(recompute, keep=min(keeps) / 2**30)
         transport = transport_of(topology, call.route, request.config.max_ctas)
         for pass_ in passes_of(call, needs_gradient):
             transport.connect(pass_)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.agreement.claims import Signature
-from burst_mcore.agreement.watch import Latest
 from burst_mcore.attention.checks import (
     check_group,
     check_latent,
@@ -28,6 +27,7 @@ from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.attention.schedule.heads import degrees_of
 from burst_mcore.config import BurstConfig
+from burst_mcore.latest import Latest
 from burst_mcore.layout import Layout
 from burst_mcore.mask import Mask
 from burst_mcore.rates import Rates, default_rates

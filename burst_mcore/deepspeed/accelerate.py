@@ -15,12 +15,12 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import AcceleratorState
 from accelerate.utils.operations import find_batch_size
 
+from burst_mcore.agreement.groups import on_all_ranks
 from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.deepspeed.initialize import prepare_for_engine
 from burst_mcore.deepspeed.section import Section, section_of
 from burst_mcore.deepspeed.settings import refuse_config
-from burst_mcore.transformers.agreement import on_all_ranks
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
 from burst_mcore.transformers.models.sequence import evaluates

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import data as torch_data
 
+from burst_mcore.agreement.groups import check_equal, on_all_ranks
 from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import SequenceParallelUnit, unit_of
 from burst_mcore.deepspeed.section import Section, config_dict, section_of
 from burst_mcore.deepspeed.settings import SIZE, refuse_autos, refuse_config, sequence_parallel_size
 from burst_mcore.loss.whole import whole_mean
-from burst_mcore.transformers.agreement import on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.batches import collated
 from burst_mcore.transformers.data.loader import ShardedLoader
 from burst_mcore.transformers.errors import RefusedError, refuse_versions
@@ -70,7 +70,7 @@ def initialize(
     deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
     needs_optimizer = training_data is not None and options.get("optimizer") is None
     section, settings, size = on_all_ranks(lambda: _read(config, options, needs_optimizer))
-    refuse_differences("configuration", (section, size))
+    check_equal("configuration", (section, size))
     unit = unit_of(size)
     prepare_for_engine(model, section, unit)
     if options.get("optimizer") is None:  # one of the JSON is made for `model_parameters` alone

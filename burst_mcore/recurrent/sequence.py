@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from burst_mcore.agreement.agreement import ALONE, Agreement, Claim
-from burst_mcore.agreement.claims import Signature
+from burst_mcore.agreement.agreement import ALONE, Agreement
+from burst_mcore.agreement.claims import Claim, Signature
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology

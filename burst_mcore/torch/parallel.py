@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from burst_mcore.agreement.groups import check_equal, on_all_ranks
+from burst_mcore.attention.agree import meet
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import Full, KeepAttention, Policy, Segment
@@ -24,7 +26,6 @@ from burst_mcore.loss.whole import WholeTokens, whole_mean
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts import Folded
 from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
-from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
 from burst_mcore.transformers.models.supported import is_of_transformers
@@ -77,13 +78,13 @@ def parallelize(
     group, settings, policy = on_all_ranks(
         lambda: _read(model, mesh, config, loss, checkpointing, reduction, towers)
     )
-    refuse_differences("configuration", (group.size(), settings, loss, policy, reduction, towers))
+    check_equal("configuration", (group.size(), settings, loss, policy, reduction, towers))
     if is_of_transformers(model):
         options: dict[str, Any] = {"fused_loss": loss == "fused", "recompute": policy, "towers": towers}
         sequence = prepare_model(model, group=group, config=settings, **options)
         sequence.factor = factor = Reduction(model, group, reduction)
         return ContextParallel(model, group, sequence.topology, settings, factor, sequence.sharding)
-    refuse_differences("model", fingerprint(model))
+    check_equal("model", fingerprint(model))
     topology, sharding = Topology.from_group(group), {"layout": settings.layout}
     meet(topology, "parallelize")
     cp = ContextParallel(model, group, topology, settings, Reduction(model, group, reduction), sharding)

@@ -1,7 +1,6 @@
 """Hugging Face transformers: unmodified causal LMs over sharded sequences, whoever trains them.
 
     errors      RefusedError: everything that is refused has a name
-    agreement   errors of one rank as errors of all
     data        batches of whole sequences, sharded to the ranks
     models      which models are supported, their attention and positions over shards
     prepare     a model made ready, in place

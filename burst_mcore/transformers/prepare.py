@@ -8,13 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from burst_mcore.agreement.groups import check_equal, on_all_ranks
+from burst_mcore.attention.agree import meet
 from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.loss import patch_causal_lm
 from burst_mcore.recurrent.bound import why_scattered
-from burst_mcore.transformers.agreement import meet, on_all_ranks, refuse_differences
 from burst_mcore.transformers.errors import RefusedError, refuse
 from burst_mcore.transformers.models import supported
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
@@ -58,7 +59,7 @@ def prepare_model(
     """
     size = 1 if group is None else group.size()
     loss, inner = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
-    refuse_differences("model", fingerprint(model))
+    check_equal("model", fingerprint(model))
     topology = on_all_ranks(lambda: _connected(model, group, config))
     meet(topology, "the preparation of a model")
     outermost = supported.called_for(model, inner)

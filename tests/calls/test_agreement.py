@@ -1,8 +1,11 @@
 """What ranks compare, the words for how they differ, and the integers that they exchange."""
 
+import json
+import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import limits
 import pytest
@@ -11,12 +14,13 @@ import torch.distributed as dist
 from ranks import on_ranks, processes
 from torch.distributed.distributed_c10d import _get_default_store
 
+from burst_mcore.agreement import claims as module
 from burst_mcore.agreement import watch
-from burst_mcore.agreement.agreement import Claim, Ring
-from burst_mcore.agreement.claims import differences, digest_of, numbers_of
+from burst_mcore.agreement.agreement import Ring
+from burst_mcore.agreement.claims import Claim, differences, digest_of, numbers_of
 from burst_mcore.agreement.groups import agreement_over, integers_of
-from burst_mcore.agreement.watch import Latest, Meeting
-from burst_mcore.attention.agree import least
+from burst_mcore.agreement.watch import Meeting
+from burst_mcore.latest import Latest
 
 ALL = {"call": "all"}
 
@@ -61,9 +65,10 @@ def test_a_thread_that_is_late_is_waited_for(monkeypatch, alone):
 def _judged(*claims, ahead=()):
     """The first numbers of ranks that bring these claims, or their error; `ahead`: ranks that go ahead."""
     words = [claim.word(ahead=rank in ahead) for rank, claim in enumerate(claims)]
-    told = [({**claim.signature, **(claim.if_even or {})}, claim.error) for claim in claims]
+    texts = [({**claim.signature, **claim.if_even}, claim.error) for claim in claims]
     try:
-        return [number for number, *_ in numbers_of(words, lambda: dict(enumerate(told)))]
+        with patch.object(module, "_texts", lambda exchange, text: texts):
+            return [number for number, *_ in numbers_of(words, claims[0], list, "ranks")]
     except ValueError as error:
         return str(error)
 
@@ -141,7 +146,6 @@ def _numbered(rank, size):
         first.number,
         first.lengths,
         calls.meet(Claim({})).number,
-        least(calls, rank / 3),
         str(caught.value),
     )
 
@@ -149,7 +153,7 @@ def _numbered(rank, size):
 def test_numbered_calls_go_by_the_order_of_the_ring():
     for rank, found in enumerate(processes(3, _numbered)):
         told = "'no'" if rank == 1 else "rank 2 of the ring refused this call: KeyError: 'no'"
-        assert found == (1, (2, 0, 1), 4, 0.0, told)
+        assert found == (1, (2, 0, 1), 4, told)
 
 
 def _told_of_a_failed_pass(rank, size, ahead):
@@ -210,18 +214,29 @@ def test_a_store_that_is_gone_hides_no_error(rank, size):
     store.set("told", "")
 
 
-def test_ranks_that_are_gone_are_waited_for_together(monkeypatch, alone):
-    monkeypatch.setattr(watch, "ANSWER_WITHIN", timedelta(seconds=1))
-    store, start = dist.HashStore(), time.monotonic()
-    store.set("burst_mcore/a ring/claim/0/63", '{"a": "1"}')
-    calls = alone(64, store)
-    claims = calls._claims(Meeting(0, [], {"a": "2"}))
-    words = differences({rank: fields for rank, (fields, _) in claims.items()})
-    assert "a: 2 on ranks [0], nothing on ranks [1, 2, 3," in words
-    assert "1 on ranks [63]" in words and "answer: nothing on ranks [0, 63], none within 1 s" in words
-    assert time.monotonic() - start < 30
-    store.set("burst_mcore/a ring/refusal/1", '"no heads"')  # of a rank that ended at once
-    assert calls._claims(Meeting(1, [], {})) == {0: ({}, "no heads")}
+def _refuses_and_ends(rank, size):
+    """Rank 1 refuses a call, and its process ends without more ado, before the others come."""
+    calls, store = _ring(dist.group.WORLD, range(size), rank), _get_default_store()
+    dist.barrier()
+    dist.barrier = lambda: None
+    if rank == 1:
+        with pytest.raises(KeyError), calls.refusing():
+            raise KeyError("no heads")
+        store.set("refused", "")
+        os._exit(0)
+    limits.keys(store, "refused")
+    with pytest.raises(ValueError, match="rank 1 of the ring refused this call: KeyError: 'no heads'"):
+        calls.meet(Claim(ALL))
+    store.set(f"told {rank}", "")
+    limits.keys(store, "told 0", "told 2")
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_why_a_rank_refused_is_known_after_its_end():
+    with pytest.raises(AssertionError, match=r"ranks \[1\] of 3 ended without an answer") as caught:
+        processes(3, _refuses_and_ends)
+    assert caught.value.args[1] == {0: True, 2: True}
 
 
 class _Places(dist.HashStore):
@@ -236,10 +251,11 @@ class _Places(dist.HashStore):
 def test_ranks_are_absent_that_came_to_fewer_sync_points(alone):
     calls = alone(4)
     calls._store = _Places()
-    for calls._rank, (call, place) in enumerate([(5, "cp.shard"), (4, "a forward")]):
-        calls._leave_place(call, place)
-    listed = "rank 1, last at a forward; rank 2, last at no sync point; rank 3, last at no sync point"
-    assert "; ".join(calls._late(Meeting(5, [], {}))) == listed
+    for calls._rank, (call, place) in enumerate([(4, "a forward"), (5, "cp.shard")]):
+        calls._meeting = Meeting(call, Claim({}), [])
+        calls._leave_place(place)
+    listed = "rank 0, last at a forward; rank 2, last at no sync point; rank 3, last at no sync point"
+    assert "; ".join(calls._late()) == listed
 
 
 def _absent_for_good_reason(rank, size, with_rank_0):
@@ -247,10 +263,10 @@ def _absent_for_good_reason(rank, size, with_rank_0):
     control, pair = dist.new_group(), dist.new_group([1, 2])
     calls, group = _ring(control, range(size), rank), dist.group.WORLD if with_rank_0 else pair
     calls.meet(Claim({"at": "the start"}))
-    note = None
+    note, noted = None, lambda: json.loads(calls._store.get("at/1"))
     if rank == 2:
-        limits.until(lambda: calls._find("at/1")[2], "rank 1 did not tell where it is")
-        note = calls._find("at/1")
+        limits.until(lambda: noted()[2], "rank 1 did not tell where it is")
+        note = noted()
         time.sleep(7)  # rank 0 looks at it twice
     if rank or with_rank_0:
         dist.all_reduce(torch.ones(()), group=group, async_op=rank == 0)

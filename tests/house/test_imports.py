@@ -17,7 +17,7 @@ FILES = 14
 """Files of a folder at most, besides __init__.py."""
 FLOORS = {
     "burst_mcore": [
-        """version config layout mask rates dtypes agreement packages words
+        """version config layout mask rates dtypes agreement packages words latest
         scripts wrap loss""".split(),
         ["attention"],
         ["checkpointing", "recurrent"],
@@ -59,7 +59,7 @@ WITHIN = {
         {"compiled"},
         {"api"},
     ],
-    "transformers": [{"errors"}, {"agreement"}, {"data"}, {"models"}, {"prepare"}, {"trainer"}],
+    "transformers": [{"errors"}, {"data"}, {"models"}, {"prepare"}, {"trainer"}],
 }
 """The maps of packages that have folders, in their __init__.py too, lowest first."""
 FRAMEWORKS = {

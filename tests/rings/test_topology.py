@@ -21,7 +21,7 @@ from sharded import own_results, whole_results
 from torch.distributed.device_mesh import init_device_mesh
 
 from burst_mcore import BurstConfig, Mask, Topology, burst_attention, shard
-from burst_mcore.agreement.agreement import Claim
+from burst_mcore.agreement.claims import Claim
 from burst_mcore.attention.agree import agreement_of
 from burst_mcore.attention.checks import check_group
 from burst_mcore.attention.resolve import connect

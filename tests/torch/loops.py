@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from burst_mcore.agreement.claims import OthersError
 from burst_mcore.torch import RefusedError, parallelize
 
 STEPS, CLIP, RATE = 3, 0.5, 0.1
@@ -59,19 +60,23 @@ def mesh_of(size: int, *names: str) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names or ("cp",))
 
 
-def refused(do: Callable[[], Any]) -> str:
+def refused(do: Callable[[], Any], kind: type[ValueError] = RefusedError) -> str:
     """What the error of `do` says."""
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(kind) as caught:
         do()
     return str(caught.value)
 
 
 def refuses(*cases: tuple[str | tuple[str, ...], Callable[[], Any]]) -> None:
-    """Hold what each call says to "name: words ... more words", of all ranks or of this one."""
+    """Hold what each call says to "name: words ... more words", of all ranks or of this one.
+
+    The name of an OthersError is "another rank".
+    """
     for given, do in cases:
         name, _, words = (given if isinstance(given, str) else given[dist.get_rank()]).partition(": ")
-        said = refused(do)
-        assert said.startswith(f"refused ({name})"), (given, said)
+        others = name == "another rank"
+        said = refused(do, OthersError if others else RefusedError)
+        assert others or said.startswith(f"refused ({name})"), (given, said)
         assert all(part.strip() in said for part in words.split("...")), (given, said)
 
 

@@ -42,11 +42,11 @@ def test_arguments(rank, size):
         ("checkpointing: it must be one of ... , got 'some'", given(checkpointing="some")),
         ("reduction: it must be one of auto, mean, sum", given(reduction="average")),
         (
-            "model: ranks make different ... 12 parameters ... on ranks [0], ... 21 parameters",
+            "another rank: ... different calls: model: ... 12 parameters ... on ranks [0], ... 21 parameters",
             given(model_of(num_hidden_layers=1 + rank)),
         ),
         (
-            "configuration: ranks make different calls: configuration: ",
+            "another rank: ranks make different calls: configuration: ",
             given(loss="fused" if rank else "model"),
         ),
     )

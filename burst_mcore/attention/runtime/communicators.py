@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from burst_mcore.agreement.agreement import Ring
-from burst_mcore.agreement.watch import Latest
 from burst_mcore.attention.runtime.companions import companion, timeout_of
+from burst_mcore.latest import Latest
 
 _NEVER_SENT = 2**31 - 1
 """A tag that no message has."""

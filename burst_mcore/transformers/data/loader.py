@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_mcore.agreement.agreement import Claim
+from burst_mcore.agreement.claims import Claim
 from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.layout import Layout
-from burst_mcore.transformers.agreement import agreed
 from burst_mcore.transformers.data.batches import READ, apart, digest_of_batch, prepared, sharded
 from burst_mcore.transformers.errors import RefusedError
 
@@ -82,7 +81,7 @@ class ShardedLoader:
             batch = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in _mapping(load()).items()}
             batch = batch if self.whole else self._prepare(batch)
             state = digest_of_batch(apart(batch)[0] if self.whole else batch)
-        states = [*agreed(agreement, Claim({}, (state,))).lengths]
+        states = [*agreement.meet(Claim({}, (state,))).lengths]
         if END in states:
             if set(states) != {END}:
                 ranks = [rank for rank, state in enumerate(states) if state == END]

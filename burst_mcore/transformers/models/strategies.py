@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from burst_mcore.attention.agree import agreement_of
+from burst_mcore.attention.agree import agreement_of, meet
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import unshard
 from burst_mcore.loss.whole import gathered
 from burst_mcore.recurrent.bound import mixers_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
-from burst_mcore.transformers.agreement import meet
 from burst_mcore.transformers.data.batches import OF_TOWERS, apart, digest_of_batch, documents, summary
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import RefusedError, refuse

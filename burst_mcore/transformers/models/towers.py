@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from burst_mcore.agreement.groups import integers_of
-from burst_mcore.transformers.agreement import on_all_ranks
+from burst_mcore.agreement.groups import integers_of, on_all_ranks
 from burst_mcore.transformers.models.attention import current
 from burst_mcore.transformers.models.sequence import SequenceParallel
 from burst_mcore.wrap import while_set
