@@ -27,10 +27,10 @@ def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]],
     original = vars(module)[name]
     wrap(module, name, make)
     wrapper = vars(module)[name]
-    for other in [loaded for place, loaded in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
-        names = [key for key, value in list(getattr(other, "__dict__", {}).items()) if value is original]
+    for importer in [each for place, each in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
+        names = [key for key, value in list(getattr(importer, "__dict__", {}).items()) if value is original]
         for key in names:
-            setattr(other, key, wrapper)
+            setattr(importer, key, wrapper)
 
 
 def around(function: Callable[..., T]) -> Callable[[Callable[..., Any]], Callable[..., T]]:

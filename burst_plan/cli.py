@@ -349,7 +349,7 @@ def patch(
     options: Annotated[
         bool, typer.Option(help="Add all other flags, too: layouts, recompute policies, the fused loss.")
     ] = False,
-    other: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ) -> None:
     """Add --context-parallel-attention-backend to a tree of Megatron's source. DIR holds megatron/core."""
     from burst_plan.patch import trees
@@ -357,9 +357,9 @@ def patch(
     name = trees.OPTIONS if options else trees.BACKEND
     actions = {"check": check, "apply": apply, "revert": revert, "numbered": show}
     tasks = [(act, folder) for act, folder in actions.items() if folder is not None]
-    if other:
+    if words:
         raise ValueError(
-            f"DIR must follow its option at once: --apply {other[0]} --options, not --options {other[0]}"
+            f"DIR must follow its option at once: --apply {words[0]} --options, not --options {words[0]}"
         )
     if len(tasks) != 1:
         raise ValueError(f"give one of --check, --apply, --revert, --print, got {len(tasks)}")

@@ -43,15 +43,15 @@ def forward(call: Call, transport: Transport, inputs: Inputs) -> Attended:
 class _Forward:
     def __init__(self, call: Call, inputs: Inputs, lease: Lease) -> None:
         q, keys, sinks = inputs
-        self.call, self.lease, self.own = call, lease, (q, *keys.tensors)
+        self.call, self.lease, self.shard = call, lease, (q, *keys.tensors)
         self.inward: dict[Kind, Exchange] = {}
         if call.route.heads > 1:
             group = call.head_group
-            q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in self.own)
+            q, k, v = (torch.empty(pooled_like(x, group), dtype=x.dtype, device=x.device) for x in self.shard)
             keys = keys._replace(k=k, v=v)
             self.inward = {
-                Kind.ROTATING_IN: Inward(group, self.own[1:], (k, v), lease),
-                Kind.STAYING_IN: Inward(group, self.own[:1], (q,), lease),
+                Kind.ROTATING_IN: Inward(group, self.shard[1:], (k, v), lease),
+                Kind.STAYING_IN: Inward(group, self.shard[:1], (q,), lease),
             }
             if sinks is not None:
                 sinks = sinks.unflatten(0, (call.route.heads, -1))[call.member]
@@ -121,7 +121,7 @@ class _Forward:
         return room_like(self.lease, self.keys.tensors, rows)
 
     def outward(self) -> dict[Kind, Outward]:
-        q = self.own[0]
+        q = self.shard[0]
         out = q.new_empty((*q.shape[:3], self.call.problem.value_dim))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
         results = (out, lse) if self.call.lse_at_home else (out,)

@@ -21,16 +21,16 @@ from burst_mcore.deepspeed.distributed_attention import BurstDistributedAttentio
 from burst_mcore.deepspeed.initialize import initialize, shard_loader, whole_loss
 from burst_mcore.deepspeed.section import Section, SectionError
 from burst_mcore.transformers.data.loader import ShardedLoader
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 __all__ = [
     "BurstDistributedAttention",
     "BurstSPAttentionHF",
     "BurstSPDataLoaderAdapter",
-    "RefusedError",
     "Section",
     "SectionError",
     "ShardedLoader",
+    "UnsupportedError",
     "initialize",
     "replace_ulysses",
     "restore_ulysses",

@@ -22,7 +22,7 @@ from burst_mcore.deepspeed.initialize import prepare_for_engine
 from burst_mcore.deepspeed.section import Section, section_of
 from burst_mcore.deepspeed.settings import refuse_config
 from burst_mcore.transformers.data.loader import ShardedLoader
-from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.transformers.errors import UnsupportedError, refuse_versions
 from burst_mcore.transformers.models.sequence import evaluates
 from burst_mcore.transformers.models.strategies import LoadedBatch
 from burst_mcore.transformers.trainer import REPLACED, AnyMethod, Place, replace, sharing
@@ -81,12 +81,12 @@ def counting_tokens(init: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _refuse_other_trainers(kind: type) -> None:
-    """Raise RefusedError for a trainer of TRL whose loss over shards is not known, or a subclass of one."""
+    """Raise UnsupportedError for a trainer of TRL whose loss over shards is unknown, or a subclass of one."""
     names = [f"{c.__module__}.{c.__name__}" for c in kind.__mro__ if c.__module__.startswith("trl.")]
     if names and names[0] not in SUPPORTED:
         legal = ", ".join(sorted({name.rsplit(".")[-1] for name in SUPPORTED}))
         text = f"{kind.__name__} is not supported over CP groups. Of TRL these are: {legal}"
-        raise RefusedError("trainer", text)
+        raise UnsupportedError("trainer", text)
 
 
 @around
@@ -180,12 +180,12 @@ class BurstSPAttentionHF:
             The mpu for deepspeed.initialize; None for one rank.
 
         Raises:
-            RefusedError, SectionError: as `initialize`.
+            UnsupportedError, SectionError: as `initialize`.
         """
         if sequence_parallel_size == 1:
             return None
         if isinstance(model_name_or_path, str):
-            raise RefusedError("model", f"give the model itself, not its name {model_name_or_path!r}")
+            raise UnsupportedError("model", f"give the model itself, not its name {model_name_or_path!r}")
         section = on_all_ranks(lambda: _read(sequence_parallel_size))
         unit = unit_of(sequence_parallel_size)
         sequence = prepare_for_engine(model_name_or_path, section, unit)
@@ -200,13 +200,13 @@ def _read(size: int) -> Section:
         plugin = AcceleratorState().deepspeed_plugin
     except ValueError:  # nobody made an Accelerator
         text = "make its Accelerator first, or use burst_mcore.deepspeed.initialize"
-        raise RefusedError("Accelerate", f"replace_ulysses() is for Accelerate: {text}") from None
+        raise UnsupportedError("Accelerate", f"replace_ulysses() is for Accelerate: {text}") from None
     if plugin is None:
-        raise RefusedError("configuration", "Accelerate does not use DeepSpeed: give it a DeepSpeedPlugin")
+        raise UnsupportedError("configuration", "Accelerate uses no DeepSpeed: give it a DeepSpeedPlugin")
     config: dict[str, Any] = plugin.deepspeed_config
     refuse_config(config)
     json_size = config.get("sequence_parallel_size", size)
     if json_size != size:
         text = f"the JSON says {json_size!r}, Accelerate's ParallelismConfig has sp_size={size}"
-        raise RefusedError("sequence_parallel_size", text)
+        raise UnsupportedError("sequence_parallel_size", text)
     return section_of(config)

@@ -10,7 +10,7 @@ from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.mask import Mask
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
 """The layout by which such callers shard sequences."""
@@ -30,7 +30,7 @@ class BurstDistributedAttention(nn.Module):
         config: its layout must be the caller's; by default sequences are sharded in contiguous parts.
 
     Raises:
-        RefusedError: dimensions, dropout, or further arguments that it does not support.
+        UnsupportedError: dimensions, dropout, or further arguments that it does not support.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class BurstDistributedAttention(nn.Module):
         super().__init__()
         if scatter_idx != 2 or gather_idx not in (0, 1):
             text = f"scatter_idx must be 2, gather_idx 0 or 1, got {scatter_idx}, {gather_idx}"
-            raise RefusedError("dimensions", text)
+            raise UnsupportedError("dimensions", text)
         _refuse_dropout(local_attention)
         self.local_attn, self.spg, self.gather_idx = local_attention, sequence_process_group, gather_idx
         self.mask, self.config = Mask.causal() if mask is None else mask, config
@@ -69,11 +69,11 @@ class BurstDistributedAttention(nn.Module):
             As query.
         """
         if {batch_dim_idx, self.gather_idx} != {0, 1}:
-            raise RefusedError("dimensions", f"tokens are in {self.gather_idx}, the batch in {batch_dim_idx}")
+            raise UnsupportedError("dimensions", f"tokens in {self.gather_idx}, the batch in {batch_dim_idx}")
         further = {f"argument {i + 5}": x for i, x in enumerate(args)} | kwargs
         if names := [name for name, x in further.items() if x is not None]:
             text = f"{', '.join(names)} for the local attention, which is not called: give mask=, rotate q, k"
-            raise RefusedError("arguments", text)
+            raise UnsupportedError("arguments", text)
         q, k, v = (x if batch_dim_idx == 0 else x.transpose(0, 1) for x in (query, key, value))
         out = burst_attention(q, k, v, topology=self.topology, mask=self.mask, config=self.config)
         assert isinstance(out, Tensor)
@@ -85,4 +85,4 @@ def _refuse_dropout(local_attention: Any) -> None:
     for module in modules:
         dropout = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout_p", 0.0)
         if isinstance(dropout, int | float) and dropout:
-            raise RefusedError("dropout", f"{type(module).__name__} has attention dropout {dropout}: set 0")
+            raise UnsupportedError("dropout", f"{type(module).__name__} has attention dropout {dropout}")

@@ -19,7 +19,7 @@ from burst_mcore.deepspeed.settings import SIZE, refuse_autos, refuse_config, se
 from burst_mcore.loss.whole import whole_mean
 from burst_mcore.transformers.data.batches import collated
 from burst_mcore.transformers.data.loader import ShardedLoader
-from burst_mcore.transformers.errors import RefusedError, refuse_versions
+from burst_mcore.transformers.errors import UnsupportedError, refuse_versions
 from burst_mcore.transformers.models.sequence import SequenceParallel, attached
 from burst_mcore.transformers.prepare import prepare_model, sequence_of
 
@@ -62,7 +62,7 @@ def initialize(
 
     Raises:
         SectionError: the section is not legal: on all ranks.
-        RefusedError: something would go wrong in training: on all ranks, each with its name.
+        UnsupportedError: something would go wrong in training: on all ranks, each with its name.
     """
     import deepspeed
 
@@ -104,7 +104,7 @@ def shard_loader(
     DistributedSampler shards over all ranks brings each rank's own. What shards nothing itself, a plain
     DataLoader or an IterableDataset, is the same on every data-parallel rank; a warning says so.
     """
-    sequence, own = sequence_of(engine.module), False
+    sequence, per_rank = sequence_of(engine.module), False
     world, size = dist.get_world_size(), sequence.topology.size
     dataset = data.dataset if isinstance(data, torch_data.DataLoader) else data
     streams = isinstance(dataset, torch_data.IterableDataset)
@@ -114,14 +114,14 @@ def shard_loader(
         takes = f"{world // size} data-parallel ranks each take all samples of this {type(data).__name__}"
         logger.warning(f"{takes}: give a dataset, or a DataLoader with {sampler}")
     if isinstance(data, torch_data.DataLoader):
-        own = size > 1 and getattr(data.sampler, "num_replicas", None) == world
+        per_rank = size > 1 and getattr(data.sampler, "num_replicas", None) == world
     elif isinstance(data, torch_data.Dataset) or hasattr(data, "__getitem__"):
         options: dict[str, Any] = {"collate_fn": collate_fn or collated, "drop_last": drop_last}
         if not streams:
             rank = dist.get_rank() // size
             options["sampler"] = torch_data.DistributedSampler(data, num_replicas=world // size, rank=rank)
         data = torch_data.DataLoader(data, engine.train_micro_batch_size_per_gpu(), **options)
-    return ShardedLoader(data, group=sequence.group, own=own, device=engine.device, **sequence.sharding)
+    return ShardedLoader(data, group=sequence.group, own=per_rank, device=engine.device, **sequence.sharding)
 
 
 def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tensor:
@@ -137,13 +137,13 @@ def whole_loss(total: Tensor, count: Tensor | float, engine: Any = None) -> Tens
         engine: of `initialize`, where there are engines of several CP groups.
 
     Raises:
-        RefusedError: the CP group is not known.
+        UnsupportedError: the CP group is not known.
     """
     if engine is not None:
         return whole_mean(total, count, sequence_of(engine.module).group)
     groups = {sequence.group for sequence in attached}
     if len(groups) != 1:
-        raise RefusedError("loss", f"models have {len(groups)} CP groups: give whole_loss an engine=")
+        raise UnsupportedError("loss", f"models have {len(groups)} CP groups: give whole_loss an engine=")
     return whole_mean(total, count, groups.pop())
 
 
@@ -155,7 +155,7 @@ def _read(
     settings = config_dict(config)
     section = section_of(settings)
     for name in (x for x in ("mpu", "mesh_param") if options.get(x) is not None):
-        raise RefusedError(name, "the CP groups are made here, of consecutive ranks: leave it out")
+        raise UnsupportedError(name, "the CP groups are made here, of consecutive ranks: leave it out")
     refuse_config(settings)
     refuse_autos(settings)
     if needs_optimizer and "optimizer" not in settings:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from burst_mcore.deepspeed.section import KEY
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 SIZE = "sequence_parallel_size"
 """DeepSpeed's own key: how many ranks share a sequence."""
@@ -37,40 +37,40 @@ def sequence_parallel_size(config: Mapping[str, Any], world: int) -> int:
     """Return "sequence_parallel_size" for `world` ranks; 1 in a configuration without it and our section.
 
     Raises:
-        RefusedError: the section "burst_attention" is there and the size is not, or under another name; or
+        UnsupportedError: the section "burst_attention" is there, the size is not, or under another name; or
             the size does not divide the ranks.
     """
     similar = difflib.get_close_matches(SIZE, config, 1, 0.85)
     if SIZE not in config and similar:  # a misspelt or missing key would give every rank its own sequence
-        raise RefusedError(SIZE, f'unknown key "{similar[0]}": did you mean "{SIZE}"?')
+        raise UnsupportedError(SIZE, f'unknown key "{similar[0]}": did you mean "{SIZE}"?')
     if SIZE not in config and KEY in config:
         text = f'the JSON has the section "{KEY}" and no "{SIZE}": write how many ranks share a sequence'
-        raise RefusedError(SIZE, f"{text} (under Accelerate, its sp_size)")
+        raise UnsupportedError(SIZE, f"{text} (under Accelerate, its sp_size)")
     size = config.get(SIZE, 1)
     if type(size) is not int or size < 1 or world % size:
         legal = [d for d in range(1, world + 1) if world % d == 0]
-        raise RefusedError(SIZE, f"it must divide the {world} ranks: one of {legal}, got {size!r}")
+        raise UnsupportedError(SIZE, f"it must divide the {world} ranks: one of {legal}, got {size!r}")
     return size
 
 
 def refuse_config(config: Mapping[str, Any]) -> None:
-    """Raise RefusedError for settings that are wrong with sharded sequences, whatever the groups."""
+    """Raise UnsupportedError for settings that are wrong with sharded sequences, whatever the groups."""
     if "data_parallel_size" in config:
         text = '"data_parallel_size" makes ZeRO leave gradients unreduced over the CP groups'
-        raise RefusedError("mesh", f'{text}: give "{SIZE}" alone')
+        raise UnsupportedError("mesh", f'{text}: give "{SIZE}" alone')
     if part(config, "pipeline").get("stages") not in (None, "auto", 1):
-        raise RefusedError("pipeline", "pipeline stages are not supported beside CP groups")
+        raise UnsupportedError("pipeline", "pipeline stages are not supported beside CP groups")
     tensor = part(config, "tensor_parallel").get("autotp_size", 0)
     if tensor and tensor > 1:
-        raise RefusedError("tensor_parallel", f'"autotp_size": {tensor} is not supported beside CP groups')
+        raise UnsupportedError("tensor_parallel", f'"autotp_size": {tensor} is unsupported beside CP groups')
 
 
 def refuse_autos(config: Mapping[str, Any]) -> None:
-    """Raise RefusedError for values "auto", which DeepSpeed lets through, and Accelerate alone fills in."""
+    """Raise UnsupportedError for values "auto", which DeepSpeed lets through and Accelerate alone fills."""
     unknown = [path for path in _autos(config) if path != "pipeline.stages"]
     if unknown:
         text = f'"auto" is filled in by the Trainer and Accelerate alone: give {", ".join(unknown)} a value'
-        raise RefusedError("configuration", f"{text}, or leave them out")
+        raise UnsupportedError("configuration", f"{text}, or leave them out")
 
 
 def _autos(part: Any, path: str = "") -> Iterator[str]:

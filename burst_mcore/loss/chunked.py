@@ -260,7 +260,7 @@ class LogitsChunk:
         """Return statistics [5, tokens] of logits; with `scale` compute gradients scale_i dl_i/dlogits."""
         head, recipe = self._head, self._products
         logits = self.logits(hidden, columns)
-        label_logits = recipe.own(hidden, head.weight, head.bias, columns)
+        label_logits = recipe.of_labels(hidden, head.weight, head.bias, columns)
         scale = None if scale is None else scale * recipe.gain
         statistics: Tensor
         statistics, self._columns = self._rows(

@@ -125,12 +125,12 @@ class DeferredLogits:
             self.head.refuse(f"multiplies by {self.multiplier:g}, divides by {self.divisor:g}")
         return scale
 
-    def _number(self, other: Any, use: str) -> float:
-        if isinstance(other, Tensor) and other.ndim == 0 and not other.requires_grad:
-            return float(other)
-        if not isinstance(other, int | float):
+    def _number(self, factor: Any, use: str) -> float:
+        if isinstance(factor, Tensor) and factor.ndim == 0 and not factor.requires_grad:
+            return float(factor)
+        if not isinstance(factor, int | float):
             self.head.refuse(f"{use} by what is no plain number")
-        return float(other)
+        return float(factor)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -40,7 +40,7 @@ class Products:
     """Dtype of the logits."""
     gradients: torch.dtype
     """Dtype of dlogits, the input of the other two products."""
-    apart: bool = False
+    separates_labels: bool = False
     """Whether the labels' columns are not in dlogits, but separate, in float32."""
     gain: float = 1.0
     """A factor of dlogits, by which their products are divided: float16 has no small numbers."""
@@ -50,7 +50,7 @@ class Products:
 
         In bfloat16 on a CPU 1796 tokens take 1.3 times as long as 1808; in float32 there is no such effect.
         """
-        return -(-tokens // LINE) * LINE if self.apart and tokens >= PADDED_FROM else tokens
+        return -(-tokens // LINE) * LINE if self.separates_labels and tokens >= PADDED_FROM else tokens
 
     def first(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Set out = hidden weight^T + bias, [tokens, v]; further rows of `out` are padding."""
@@ -70,9 +70,9 @@ class Products:
         if bias is not None:
             out += bias
 
-    def own(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
-        """Return the labels' logits [tokens] in float32 if `apart`; 0 if another rank has the label."""
-        if not self.apart:
+    def of_labels(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
+        """Return the labels' logits [tokens] in float32, if separate; 0 if another rank has the label."""
+        if not self.separates_labels:
             return None
         if len(weight) == 0:
             return torch.zeros(len(labels), dtype=wide(weight.dtype), device=weight.device)
@@ -90,7 +90,7 @@ class Products:
                 torch.addmm(total, dlogits[:, block], weight[block].to(self.gradients), out=total)
         elif dlogits.is_cuda and (out.dtype != weight.dtype or self.gain != 1.0):
             total = torch.mm(dlogits, weight, out_dtype=torch.float32)
-        elif self.apart:
+        elif self.separates_labels:
             # A CPU is 5 % faster at weight^T dlogits^T of whole tiles; of 1808 tokens it takes 1.4 x.
             turned = len(dlogits) % TILE == 0
             product = torch.mm(weight.t(), dlogits.t()).t() if turned else torch.mm(dlogits, weight)
@@ -134,7 +134,7 @@ class Products:
                 else:
                     for part in blocks(product, CACHED_ROWS):  # add_ first copies the part to float32
                         out[block][part].add_(product[part], alpha=alpha)
-        if self.apart:
+        if self.separates_labels:
             is_local = labels >= 0
             rows = columns[is_local, None] * hidden[is_local]
             out.index_add_(0, labels[is_local], rows.to(out.dtype), alpha=alpha)
@@ -144,7 +144,7 @@ class Products:
         weights = weights / self.gain
         for block in blocks(out):
             out[block] += weights @ dlogits[:, block].to(weights.dtype)
-        if self.apart:
+        if self.separates_labels:
             is_local = labels >= 0
             out.index_add_(0, labels[is_local], (columns * weights)[is_local])
 
@@ -162,7 +162,7 @@ def products_for(dtype: torch.dtype, device: torch.device, terms: Terms, exact: 
         return Products(torch.float32, dtype, gain=gain)
     if dtype == torch.float16:
         return Products(torch.float32, torch.float32)
-    return Products(dtype, dtype, apart=True)
+    return Products(dtype, dtype, separates_labels=True)
 
 
 def blocks(rows: Tensor, step: int = VOCABULARY_BLOCK) -> Iterator[slice]:

@@ -44,8 +44,7 @@ def logits_to_gradients(
     Args:
         logits: [tokens, v], this rank's part of the vocabulary, before cap and temperature.
         labels: [tokens], columns of the logits, -1 for a column of another rank.
-        label_logits: [tokens], in at least float32 if `Products.apart`; then the labels' columns of `out` are
-            0.
+        label_logits: [tokens], in at least float32 if `separates_labels`: `out` has 0 in the labels' columns.
         scale: [tokens] in at least float32. None: no gradients.
         terms: those of the loss.
         vocabulary: this rank's part of the vocabulary.

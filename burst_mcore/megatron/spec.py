@@ -82,19 +82,19 @@ def with_burst_attention(
             "burst_mcore.megatron.spec burst_hybrid_stack_spec, or use the patch with --options"
         )
     burst = core_attention_spec(burst_config, mla_latent)
-    result = _with(spec, burst, keeps=burst_config is None and mla_latent is None)
+    result = _replaced(spec, burst, keeps=burst_config is None and mla_latent is None)
     if result is spec:
         raise ValueError(f"no core attention of Megatron's own to replace in this spec: {spec}")
     return result
 
 
-def _with(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
+def _replaced(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
     """Return `node` with `burst` for each core attention within; the same object without any.
 
     keeps: existing burst attention is copied, not replaced.
     """
     if isinstance(node, FromArguments):
-        return _with(node.resolve(), burst, keeps)
+        return _replaced(node.resolve(), burst, keeps)
     module = node.module if isinstance(node, ModuleSpec) else node
     if any(module is stock for stock in STOCK):
         return burst
@@ -103,17 +103,17 @@ def _with(node: Any, burst: ModuleSpec, keeps: bool) -> Any:
         return copy if keeps else burst
     if isinstance(node, functools.partial):
         parts = (node.func, *node.args), node.keywords
-        (func, *args), keywords = new_parts = _with(parts, burst, keeps)
+        (func, *args), keywords = new_parts = _replaced(parts, burst, keeps)
         return node if new_parts is parts else functools.partial(func, *args, **keywords)
     if isinstance(node, dict):
-        table = {key: _with(value, burst, keeps) for key, value in node.items()}
+        table = {key: _replaced(value, burst, keeps) for key, value in node.items()}
         return node if all(table[key] is node[key] for key in node) else table
     if isinstance(node, list | tuple):
-        values = [_with(value, burst, keeps) for value in node]
+        values = [_replaced(value, burst, keeps) for value in node]
         return node if all(x is y for x, y in zip(values, node, strict=True)) else type(node)(values)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
-        new_fields = _with(fields, burst, keeps)
+        new_fields = _replaced(fields, burst, keeps)
         return node if new_fields is fields else dataclasses.replace(node, **new_fields)
     return node
 

@@ -10,12 +10,12 @@ accelerate Accelerate and the Trainer with cp_size: burst in the place of torch'
 from burst_mcore.loss.statistics import TokenStats, token_statistics
 from burst_mcore.torch.accelerate import replace_context_parallel, restore_context_parallel
 from burst_mcore.torch.parallel import ContextParallel, parallelize
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 __all__ = [
     "ContextParallel",
-    "RefusedError",
     "TokenStats",
+    "UnsupportedError",
     "parallelize",
     "replace_context_parallel",
     "restore_context_parallel",

@@ -17,7 +17,7 @@ from torch import nn
 from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.torch.parallel import options_of, parallelize
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.strategies import WholeBatch
 from burst_mcore.transformers.models.supported import has_fused_head
 from burst_mcore.transformers.prepare import SEQUENCE, sequence_of
@@ -43,7 +43,7 @@ def replace_context_parallel(
         config, loss, checkpointing, towers: as `parallelize` has them.
 
     Raises:
-        RefusedError: one of them is not legal.
+        UnsupportedError: one of them is not legal.
     """
     options_of(config, loss, checkpointing, towers)
     _options.update(config=config, loss=loss, checkpointing=checkpointing, towers=towers)
@@ -105,7 +105,7 @@ def _final_norm(original: Any, model: Any) -> Any:
     tied = model.get_input_embeddings().weight is getattr(model.get_output_embeddings(), "weight", None)
     if not norms and not tied and has_fused_head(sequence.model):
         reason = "has no last norm, with which FSDP2 gathers the LM head for TRL's loss: tie the embeddings"
-        raise RefusedError("model", f"{type(model).__name__} {reason}")
+        raise UnsupportedError("model", f"{type(model).__name__} {reason}")
     return norms[-1] if norms else None
 
 

@@ -27,7 +27,7 @@ from burst_mcore.mask import Mask
 from burst_mcore.rollouts import Folded
 from burst_mcore.torch.reduction import WORDS, Reduction, refuse_wrapped
 from burst_mcore.transformers.data.loader import ShardedLoader, shard_of_whole_batch
-from burst_mcore.transformers.errors import RefusedError, refuse, refuse_versions
+from burst_mcore.transformers.errors import UnsupportedError, refuse, refuse_versions
 from burst_mcore.transformers.models.supported import is_of_transformers
 from burst_mcore.transformers.prepare import SEQUENCE, TOWERS, fingerprint, prepare_model
 from burst_mcore.wrap import while_set
@@ -73,7 +73,7 @@ def parallelize(
             rank make the features of all images.
 
     Raises:
-        RefusedError: on all ranks, what cannot be supported, by its name.
+        UnsupportedError: on all ranks, what cannot be supported, by its name.
     """
     group, settings, policy = on_all_ranks(
         lambda: _read(model, mesh, config, loss, checkpointing, reduction, towers)
@@ -115,7 +115,7 @@ class ContextParallel:
         towers shards batches itself: for it the whole batch comes back.
 
         Raises:
-            RefusedError: on all ranks of the group, where a rank's batch is not legal, or another.
+            UnsupportedError: on all ranks of the group, where a rank's batch is not legal, or another.
         """
         columns = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         return self._at("cp.shard", lambda: shard_of_whole_batch(columns, self._sharding, self.group)[0])
@@ -186,26 +186,26 @@ class ContextParallel:
             temperature: divisor of the logits; a number, or one for each token of this rank.
 
         Raises:
-            RefusedError: on all ranks: another model, a loss that is not fused, no labels, odd temperatures.
+            UnsupportedError: on all ranks: another model, a loss not fused, no labels, odd temperatures.
         """
         read_labels = partial(self._labels, model, batch, temperature)
         labels = self._at("cp.token_stats", lambda: on_all_ranks(read_labels, self.group))
-        patch = patch_of(self.model)
+        _, patch = patch_of(self.model) or (None, None)
         if patch is None:
-            raise RefusedError("loss", "the model's loss is not fused: write parallelize(..., loss='fused')")
-        with while_set(patch[1], compute=partial(statistics_of_call, temperature)):
+            raise UnsupportedError("loss", "the model's loss is not fused: use parallelize(loss='fused')")
+        with while_set(patch, compute=partial(statistics_of_call, temperature)):
             statistics: Tensor = model(**batch)
         return TokenStats(*statistics.view(2, *labels.shape))
 
     def _labels(self, model: nn.Module, batch: Mapping[str, Any], temperature: Tensor | float) -> Tensor:
         """Return the labels of a call of `token_stats`, if that is legal."""
         if self._sharding.get("whole"):
-            raise RefusedError("model", "token_stats is of shards, and batches with images are whole")
+            raise UnsupportedError("model", "token_stats is of shards, and batches with images are whole")
         labels: Tensor | None = batch.get("shift_labels")
         if labels is None:
-            raise RefusedError("labels", "token_stats needs a batch with shift_labels, as cp shards it")
+            raise UnsupportedError("labels", "token_stats needs a batch with shift_labels, as cp shards it")
         if all(module is not self.model for module in model.modules()):
-            raise RefusedError("model", "token_stats takes the model of this parallelize, or its wrapper")
+            raise UnsupportedError("model", "token_stats takes the model of this parallelize, or its wrapper")
         refuse("temperature", divisors_of(temperature, labels)[1])
         return labels
 
@@ -237,7 +237,7 @@ class ContextParallel:
         of_documents = Mask.documents(documents if isinstance(documents, Tensor) else [*documents])
         ends: list[int] = of_documents.document_ends.tolist()  # type: ignore[union-attr]  # it has some
         if tokens is not None and tokens < ends[-1]:
-            raise RefusedError("mask", f"documents end at {ends[-1]}, beyond the sequence's {tokens} tokens")
+            raise UnsupportedError("mask", f"documents end at {ends[-1]}, beyond the {tokens} tokens")
         last = self.padded(ends[-1] if tokens is None else tokens)
         return mask & Mask.documents(ends if ends[-1] == last else [*ends, last])
 
@@ -261,9 +261,9 @@ def _read(
 ) -> tuple[dist.ProcessGroup, BurstConfig, Policy | None]:
     """Return (group, configuration, recompute policy) of the arguments, without communication."""
     if not isinstance(model, nn.Module):
-        raise RefusedError("model", f"give the model itself, got {model!r}")
+        raise UnsupportedError("model", f"give the model itself, got {model!r}")
     if SEQUENCE in vars(model) or any(SEQUENCE in vars(module) for module in model.modules()):
-        raise RefusedError("model", "it was prepared before: parallelize a model once, and keep its result")
+        raise UnsupportedError("model", "it was prepared before: parallelize a model once, keep its result")
     refuse_wrapped(model)
     if is_of_transformers(model):
         refuse_versions("transformers")
@@ -273,9 +273,9 @@ def _read(
         text = f"{type(model).__name__} is no causal LM of transformers"
         if loss == "fused":
             how = 'pass loss="model", call cp.attention in its layers, and make its loss by cp.whole_loss'
-            raise RefusedError("loss", f"{text}: {how}")
+            raise UnsupportedError("loss", f"{text}: {how}")
         if policy is not None:
-            raise RefusedError("checkpointing", f"{text}: use burst_mcore.checkpointing.checkpoint")
+            raise UnsupportedError("checkpointing", f"{text}: use burst_mcore.checkpointing.checkpoint")
     return _group_of(mesh), settings, policy
 
 
@@ -300,7 +300,7 @@ def options_of(config: Any, loss: Any, checkpointing: Any, towers: Any) -> tuple
     try:
         return config if isinstance(config, BurstConfig) else BurstConfig(**(config or {})), checkpointing
     except (TypeError, ValueError) as error:
-        raise RefusedError("config", str(error)) from None
+        raise UnsupportedError("config", str(error)) from None
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup:
@@ -309,9 +309,9 @@ def _group_of(mesh: Any) -> dist.ProcessGroup:
     if isinstance(mesh, DeviceMesh) and (mesh.ndim == 1 or DIM in (mesh.mesh_dim_names or ())):
         return (mesh if mesh.ndim == 1 else mesh[DIM]).get_group()
     dim = f'the dim of a DeviceMesh whose ranks share sequences, as mesh["{DIM}"]'
-    raise RefusedError("mesh", f"give {dim}, or their process group, got {mesh!r}")
+    raise UnsupportedError("mesh", f"give {dim}, or their process group, got {mesh!r}")
 
 
 def _refuse_word(name: str, value: Any, legal: Iterable[str], more: str = "") -> None:
     if value not in [*legal]:
-        raise RefusedError(name, f"it must be one of {', '.join(legal)}{more}, got {value!r}")
+        raise UnsupportedError(name, f"it must be one of {', '.join(legal)}{more}, got {value!r}")

@@ -17,7 +17,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 WORDS = ("auto", "mean", "sum")
 """How gradients are reduced: as the wrapper does, or as the caller says who reduces them himself."""
@@ -27,7 +27,7 @@ class Reduction:
     """The factor of a model's gradients, asked for in every backward; at the first the wrapper is looked for.
 
     Raises:
-        RefusedError: nothing reduces a parameter's gradient over the ranks of a sequence.
+        UnsupportedError: nothing reduces a parameter's gradient over the ranks of a sequence.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, word: str) -> None:
@@ -48,7 +48,7 @@ class Reduction:
         sums = {x.gradient_divide_factor not in (None, x.mesh_info.mesh.size()) for x in self._groups}
         if len(sums) > 1:
             text = "some modules under fully_shard average gradients, others sum them"
-            raise RefusedError("reduction", f"{text}: set_gradient_divide_factor must be alike on all")
+            raise UnsupportedError("reduction", f"{text}: set_gradient_divide_factor must be alike on all")
         return 1.0 if sums == {True} else float(size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -62,7 +62,7 @@ class Reduction:
         if self._ddp is None:
             return False
         if not self._within(dist.get_process_group_ranks(self._ddp.process_group)):
-            raise RefusedError("reduction", self._text("DDP's process group has not all ranks of cp"))
+            raise UnsupportedError("reduction", self._text("DDP's process group has not all ranks of cp"))
         return True
 
     def _reduced_by_fsdp(self) -> list[Any]:
@@ -77,13 +77,13 @@ class Reduction:
         for group in _groups():
             places = paths.keys() & {place for each in group.fsdp_params for place in _places(each)}
             if places and not self._within(group.mesh_info.mesh.mesh.flatten().tolist()):
-                raise RefusedError("reduction", self._text("the mesh of fully_shard has not all ranks of cp"))
+                raise UnsupportedError("reduction", self._text("fully_shard's mesh has not all ranks of cp"))
             groups += [group] if places else []
             paths = {place: path for place, path in paths.items() if place not in places}
         if paths:
-            raise RefusedError("reduction", self._text(f"nothing reduces {next(iter(paths.values()))}"))
+            raise UnsupportedError("reduction", self._text(f"nothing reduces {next(iter(paths.values()))}"))
         if not groups and getattr(self._model, "_is_fsdp_managed_module", False):
-            raise RefusedError("reduction", self._text("FSDP 1 does not say over which ranks it reduces"))
+            raise UnsupportedError("reduction", self._text("FSDP 1 does not say over which ranks it reduces"))
         return groups
 
     def _within(self, ranks: list[int]) -> bool:
@@ -97,9 +97,9 @@ class Reduction:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise RefusedError for a model that is under FSDP2 or DDP already."""
+    """Raise UnsupportedError for a model that is under FSDP2 or DDP already."""
     if isinstance(model, DistributedDataParallel) or any(isinstance(m, FSDPModule) for m in model.modules()):
-        raise RefusedError("order", "call parallelize(model, ...) first, then fully_shard or DDP")
+        raise UnsupportedError("order", "call parallelize(model, ...) first, then fully_shard or DDP")
 
 
 def _groups() -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Hugging Face transformers: unmodified causal LMs over sharded sequences, whoever trains them.
 
-    errors      RefusedError: everything that is refused has a name
+    errors      UnsupportedError: everything that is refused has a name
     data        batches of whole sequences, sharded to the ranks
     models      which models are supported, their attention and positions over shards
     prepare     a model made ready, in place

@@ -1,4 +1,4 @@
-"""The error of Hugging Face's adapters: docs/frameworks/hf-models.md explains every refusal by name."""
+"""The error of Hugging Face's adapters: docs/frameworks/hf-models.md explains each name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SUPPORTED = {"deepspeed": ("0.19", "0.20"), "transformers": ("5", "6")}
 """By package, the first release that is tested and the first that is not."""
 
 
-class RefusedError(ValueError):
-    """Refuses a model, a batch or a configuration that would train wrongly or not at all.
+class UnsupportedError(ValueError):
+    """The error of a model, a batch or a configuration that would train wrongly or not at all.
 
     `name` is in the table of docs/frameworks/hf-models.md.
     """
@@ -21,20 +21,20 @@ class RefusedError(ValueError):
         self.name = name
 
     def __str__(self) -> str:
-        return "refused ({}): {}".format(*self.args)
+        return "unsupported ({}): {}".format(*self.args)
 
 
 def refuse(name: str, reason: str | None) -> None:
-    """Raise RefusedError if there is a reason."""
+    """Raise UnsupportedError if there is a reason."""
     if reason is not None:
-        raise RefusedError(name, reason)
+        raise UnsupportedError(name, reason)
 
 
 def refuse_versions(*packages: str) -> None:
-    """Raise RefusedError if an installed package is of a release that is not tested; by default all."""
+    """Raise UnsupportedError if an installed package is of a release that is not tested; by default all."""
     for package in packages or SUPPORTED:
         first, end = SUPPORTED[package]
         actual = Version(version(package))
         if not Version(first) <= actual < Version(end):
             text = f"{package} {actual} is installed, tested are releases from {first} to below {end}"
-            raise RefusedError("versions", text)
+            raise UnsupportedError("versions", text)

@@ -16,7 +16,7 @@ from burst_mcore.checkpointing import Policy
 from burst_mcore.config import BurstConfig
 from burst_mcore.loss import patch_causal_lm
 from burst_mcore.recurrent.bound import why_scattered
-from burst_mcore.transformers.errors import RefusedError, refuse
+from burst_mcore.transformers.errors import UnsupportedError, refuse
 from burst_mcore.transformers.models import supported
 from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_length
 from burst_mcore.transformers.models.sequence import SequenceParallel
@@ -55,7 +55,7 @@ def prepare_model(
         towers: "shared" if ranks make features of some images each, "whole" if each does of all.
 
     Raises:
-        RefusedError: the model cannot be supported; or the ranks have different ones.
+        UnsupportedError: the model cannot be supported; or the ranks have different ones.
     """
     size = 1 if group is None else group.size()
     loss, inner = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))
@@ -88,11 +88,11 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
     """Return what `prepare_model` attached to a model.
 
     Raises:
-        RefusedError: it was not prepared.
+        UnsupportedError: it was not prepared.
     """
     sequence = vars(model).get(SEQUENCE)
     if not isinstance(sequence, SequenceParallel):
-        raise RefusedError("model", "it was not prepared by burst_mcore.deepspeed.initialize or parallelize")
+        raise UnsupportedError("model", "prepare it by burst_mcore.deepspeed.initialize or parallelize")
     return sequence
 
 
@@ -103,7 +103,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
         Whose loss it is, and the model of transformers.
     """
     if not isinstance(model, nn.Module):
-        raise RefusedError("model", f"give the model itself, got {model!r}")
+        raise UnsupportedError("model", f"give the model itself, got {model!r}")
     inner = supported.use_burst(model, size, headless=not fused_loss)
     attach_rotary(inner)
     loss = "the model makes no loss"
@@ -117,7 +117,7 @@ def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -
         try:
             patch_causal_lm(inner)
         except ValueError as error:
-            raise RefusedError("loss", f"{error}. The model's own loss: {supported.OWN_LOSS}") from None
+            raise UnsupportedError("loss", f"{error}. The model's own loss: {supported.OWN_LOSS}") from None
     attach_checkpointing(inner, recompute)
     return loss, inner
 
@@ -129,7 +129,7 @@ def _connected(model: nn.Module, group: dist.ProcessGroup | None, config: BurstC
     try:
         connect(topology, config)
     except ValueError as error:
-        raise RefusedError("head_parallel", str(error)) from None
+        raise UnsupportedError("head_parallel", str(error)) from None
     return topology
 
 
@@ -139,7 +139,7 @@ def attach_checkpointing(model: Any, policy: Policy | None) -> None:
     With None the model has again what its user had set (`gradient_checkpointing_enable`), or nothing.
 
     Raises:
-        RefusedError: the model does not support checkpointing.
+        UnsupportedError: the model does not support checkpointing.
     """
     for path, settings in vars(model).pop(CHECKPOINTING, {}).items():
         vars(model.get_submodule(path)).update(settings)
@@ -147,7 +147,7 @@ def attach_checkpointing(model: Any, policy: Policy | None) -> None:
         return
     if not model.supports_gradient_checkpointing:
         text = f"{type(model).__name__} does not support gradient checkpointing: leave the policy at none"
-        raise RefusedError("checkpointing", text)
+        raise UnsupportedError("checkpointing", text)
     names = "gradient_checkpointing", "_gradient_checkpointing_func"
     vars(model)[CHECKPOINTING] = {
         path: {name: getattr(module, name, None) for name in names}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from burst_mcore.agreement.groups import integers_of
 from burst_mcore.loss import unpatched
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.sequence import evaluates
 from burst_mcore.transformers.prepare import sequence_of
 from burst_mcore.wrap import Replaced, around, while_set
@@ -64,17 +64,17 @@ def with_groups(prepare: AnyMethod, self: Any, *args: Any, **kwargs: Any) -> Any
     """Accelerator.prepare: warn, once on the first rank, where no ranks share a sequence.
 
     Raises:
-        RefusedError: ranks share sequences by a setting, or over an engine, for which nothing was replaced.
+        UnsupportedError: ranks share sequences by a setting, or an engine, for which nothing was replaced.
     """
     settings = [setting for setting, replacements in REPLACED.items() if replacements]
     sizes = {setting: getattr(self.parallelism_config, setting, 1) for setting in REPLACED}
     for setting in (setting for setting, size in sizes.items() if size > 1 and setting not in settings):
         (legal,) = settings
         needs = f"{setting}={sizes[setting]} needs {CALLS[setting]}, and {CALLS[legal]} was called"
-        raise RefusedError("configuration", f"{needs}: call the first, or write {legal}={sizes[setting]}")
+        raise UnsupportedError("configuration", f"{needs}: call the first, or write {legal}={sizes[setting]}")
     if sizes["sp_size"] > 1 and self.distributed_type != "DEEPSPEED":  # of FSDP 1 Accelerate says it itself
         text = "needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a DeepSpeedPlugin"
-        raise RefusedError("configuration", f"sp_size={sizes['sp_size']} {text}")
+        raise UnsupportedError("configuration", f"sp_size={sizes['sp_size']} {text}")
     if max(sizes.values()) == 1 < self.num_processes and ALONE not in vars(self):
         vars(self)[ALONE] = True
         if self.is_main_process:
@@ -102,7 +102,7 @@ def loss_of_whole_sequences(
     if sharing(self) == 1:
         return compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
     if self.label_smoother is not None:  # it shifts no labels of models that FSDP2 has renamed
-        raise RefusedError("loss", "label_smoothing_factor is not supported: the loss is the model's own")
+        raise UnsupportedError("loss", "label_smoothing_factor is not supported: the loss is the model's own")
     if self.compute_loss_func is not None:  # it takes labels that are not shifted, and logits of the whole
         inputs = {name: x for name, x in inputs.items() if name != "shift_labels"}
     if num_items_in_batch is not None and self.model.training:  # without a label: no gradient
@@ -128,8 +128,8 @@ def with_logits(
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     makes_logits = nullcontext() if prediction_loss_only else unpatched(self.model)
     loss_only = prediction_loss_only and type(self).compute_loss.__module__ == "transformers.trainer"
-    own_labels = while_set(self.args, average_tokens_across_devices=False)
-    with own_labels, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
+    local_average = while_set(self.args, average_tokens_across_devices=False)
+    with local_average, makes_logits, while_set(sequence_of(self.model), loss_only=loss_only):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
 
 

@@ -120,7 +120,7 @@ def _sizes(model: str) -> tuple[Model, Mapping[str, int], str | None]:
     reason is None if the step's model supports the layers.
 
     Raises:
-        RefusedError: attention over shards does not support the model.
+        UnsupportedError: attention over shards does not support the model.
         ValueError: an unknown model.
     """
     if model.lstrip().startswith("--") or (named(model) and not Path(model).is_dir()):

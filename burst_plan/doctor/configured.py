@@ -65,7 +65,7 @@ def of_deepspeed(config: Mapping[str, Any], world: int, model: Model, seq: int) 
     """Return the plan over `world` ranks of DeepSpeed's JSON, and the settings of attention.
 
     Raises:
-        SectionError, RefusedError: as `burst_mcore.deepspeed.initialize` would.
+        SectionError, UnsupportedError: as `burst_mcore.deepspeed.initialize` would.
         NotPredictedError: the planner does not support such settings.
     """
     section, settings = section_of(config), zero(config)

@@ -35,7 +35,7 @@ def examine(
     Bytes and times are the cost model's, for rates of this kind of device.
 
     Raises:
-        SectionError, RefusedError: what `initialize` would raise of the configuration.
+        SectionError, UnsupportedError: what `initialize` would raise of the configuration.
         ValueError: no kernel, or no candidate over the ranks, supports it.
     """
     refuse_versions()

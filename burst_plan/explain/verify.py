@@ -106,7 +106,7 @@ class _Rank:
     def has(self, kind: Kind) -> set[int]:
         """Return the members whose share of a kind has arrived; all members without a head group."""
         comes = kind in self._coming
-        return {member for other, member in self.unpacked if other == kind} if comes else set(self.members)
+        return {member for its, member in self.unpacked if its == kind} if comes else set(self.members)
 
     @cached_property
     def _coming(self) -> set[Kind]:
@@ -121,11 +121,11 @@ class _Batch:
     channel: Channel
     queue: deque[_Batch]
     """The rank's batches on the communicator, in the order of posting."""
-    left: dict[Wire, Posted]
+    messages: dict[Wire, Posted]
     """The messages that are not complete."""
 
     def __str__(self) -> str:
-        return ", ".join(str(action) for action, _ in self.left.values())
+        return ", ".join(str(action) for action, _ in self.messages.values())
 
 
 class _Network:
@@ -162,15 +162,15 @@ class _Network:
         heads = [batch]
         while heads:
             batch, partners = heads.pop(), []
-            for wire in list(batch.left):
-                other = self._ready.pop(wire, None)
-                if other is None:
+            for wire in list(batch.messages):
+                partner = self._ready.pop(wire, None)
+                if partner is None:
                     self._ready[wire] = batch
                 else:
-                    _deliver(batch.left.pop(wire), other.left.pop(wire), batch.rank, other.rank)
-                    partners.append(other)
+                    _deliver(batch.messages.pop(wire), partner.messages.pop(wire), batch.rank, partner.rank)
+                    partners.append(partner)
             for posted in (batch, *partners):
-                if not posted.left and posted.queue and posted.queue[0] is posted:
+                if not posted.messages and posted.queue and posted.queue[0] is posted:
                     posted.queue.popleft()
                     posted.rank.open[posted.channel] -= 1
                     self._woken.append(posted.rank)
@@ -263,7 +263,7 @@ def _check_end(rank: _Rank) -> None:
         _check_sum(rank)
     kinds = {kind for kind, _ in rank.unpacked}
     for kind in kinds:
-        if sorted(member for other, member in rank.unpacked if other == kind) != sorted(rank.members):
+        if sorted(member for its, member in rank.unpacked if its == kind) != sorted(rank.members):
             raise rank.fail(f"{kind} of the head group: got {rank.unpacked}")
     if len(rank.members) > 1 and Kind.STAYING_OUT not in kinds:
         raise rank.fail("its results stay with its head group")
@@ -364,17 +364,17 @@ def _accumulate(rank: _Rank, action: Accumulate) -> None:
 
 
 def _add(rank: _Rank, action: Add) -> None:
-    kind, other, more, other_rows = rank.read(action.other)
+    kind, owner, more, added_rows = rank.read(action.addend)
     shares: frozenset[int] = frozenset()
-    source, rows = other, ()
+    source, rows = owner, ()
     if not action.first:
         _, source, shares, rows = rank.read(action.buffer)
     if (
-        source != other
+        source != owner
         or shares & more
-        or not (_cover(action.rows, rows) and _cover(action.rows, other_rows))
+        or not (_cover(action.rows, rows) and _cover(action.rows, added_rows))
     ):
-        raise rank.fail(f"gradient of {other} with {more} added to that of {source} with {shares}")
+        raise rank.fail(f"gradient of {owner} with {more} added to that of {source} with {shares}")
     rank.write(action.buffer, (kind, source, shares | more, action.rows))
 
 

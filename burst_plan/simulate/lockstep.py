@@ -154,7 +154,7 @@ class _Peers:
     inter: Tensor
     """Whether the link is between nodes, [G, W]."""
     rate: Tensor
-    carried: Tensor
+    volume: Tensor
     """Bytes, [G, W]."""
     busy: Tensor
     """Time until which a message that has the link to itself occupies it."""
@@ -166,7 +166,7 @@ class _Message:
 
     peers: _Peers
     begin: Tensor
-    left: Tensor
+    remaining: Tensor
     """Bytes that are still to be carried."""
     end: Tensor
     """Time of arrival without latency: `NEVER` for no message, inf until it is known."""
@@ -233,16 +233,16 @@ class _Lockstep:
         for index, action in enumerate(self.program):
             if isinstance(action, Send):
                 peers = self.peers_of(action.peer)
-                for other, its in open_.items():
+                for earlier, its in open_.items():
                     if its is peers:
-                        behind.append((other, index))
+                        behind.append((earlier, index))
                     elif one_link(peers, its):
-                        last_rival[other] = last_rival[index] = index
+                        last_rival[earlier] = last_rival[index] = index
                 open_[index] = peers
                 under_way[action.channel].append(index)
             elif isinstance(action, Wait):
-                for other in under_way.pop(action.channel, ()):
-                    del open_[other]
+                for earlier in under_way.pop(action.channel, ()):
+                    del open_[earlier]
         for earlier, later in behind:  # in order: a send queues behind a send whose rivals are still to come
             if last_rival.get(earlier, -1) > later:
                 last_rival[later] = max(last_rival.get(later, -1), last_rival[earlier])
@@ -279,8 +279,8 @@ class _Lockstep:
         self.wait(waited)
         volumes = torch.zeros(2, len(self.passes), dtype=torch.float64)
         for peers in self.peers.values():
-            between = peers.carried * peers.inter
-            volumes += torch.stack([peers.carried - between, between]).mean(1)
+            between = peers.volume * peers.inter
+            volumes += torch.stack([peers.volume - between, between]).mean(1)
         busiest = [routed.work.busiest for routed in self.passes]
         by_link = [{Link.INTRA: intra, Link.INTER: inter} for intra, inter in volumes.T.tolist()]
         slowest: list[float] = self.clock.amax(0).tolist()
@@ -327,12 +327,12 @@ class _Lockstep:
     def post(self, send: Send | Send[Counted], *, shares: bool) -> None:
         """Start a message at both ends: each rank receives with the same action as it sends."""
         peers, size = self.peers_of(send.peer), self.bytes_of(send)
-        peers.carried += size.clamp(min=0)
+        peers.volume += size.clamp(min=0)
         if self.rates.crowding or self.rates.levels:
             size = size * self.stretch(send.channel.link, peers)
         begin = torch.maximum(self.clock, self.clock.index_select(0, peers.to))  # once both ends are posted
         if not shares:
-            self.deliver([other for other in self.pending if other.peers is peers])
+            self.deliver([each for each in self.pending if each.peers is peers])
         begin = torch.maximum(begin, peers.busy)
         message = _Message(peers, begin, size, begin + size / peers.rate)
         if shares:
@@ -364,7 +364,7 @@ class _Lockstep:
         if unknown and self.crowd is None:
             self.crowd = _Crowd(self.pending)
             self.pending = self.crowd.messages
-        rows = [row for row, other in enumerate(self.pending) if other in unknown]
+        rows = [row for row, message in enumerate(self.pending) if message in unknown]
         for link, rate in ((0, self.rates.link(inter=False)), (1, self.rates.link(inter=True))):
             if self.crowd and rows:
                 self.links[link] = self.crowd.carry(rows, bool(link), self.links[link], rate)
@@ -390,11 +390,11 @@ class _Crowd:
         self.as_long = [sum(len(queue) > place for queue in longest_first) for place in places]
         """The number of receivers with a message at each place."""
         self.inter = torch.stack([each.peers.inter for each in self.messages])
-        self.begin, self.left, self.end = (
-            torch.stack([getattr(each, name) for each in self.messages]) for name in ("begin", "left", "end")
+        self.begin, self.remaining, self.end = (
+            torch.stack([getattr(x, name) for x in self.messages]) for name in ("begin", "remaining", "end")
         )
-        for each, remaining, end in zip(self.messages, self.left, self.end, strict=True):
-            each.left, each.end = remaining, end  # views, which change with the crowd
+        for each, remaining, end in zip(self.messages, self.remaining, self.end, strict=True):
+            each.remaining, each.end = remaining, end  # views, which change with the crowd
 
     def carry(self, awaited: list[int], between_nodes: bool, now: Tensor, rate: float) -> Tensor:
         """Advance one link of each rank until these messages arrive; return the time."""
@@ -403,21 +403,21 @@ class _Crowd:
         if not len(where):
             return now
         inter, begin, remaining, end = (
-            x.flatten(1).index_select(1, where) for x in (self.inter, self.begin, self.left, self.end)
+            x.flatten(1).index_select(1, where) for x in (self.inter, self.begin, self.remaining, self.end)
         )
         on, time = (inter == between_nodes) & (end == torch.inf), now.view(-1)[where]
         while bool((waiting := on[awaited].any(0)).any()):  # in steps to the next begin or end of a message
             begun = on & (begin <= time)
             following = begin.masked_fill(~on | begun, torch.inf).amin(0)
-            carried = self.first_of(begun).double()
-            share = rate / carried.sum(0).clamp(min=1)
-            through = (time + remaining / share).masked_fill_(carried == 0, torch.inf)
+            transfers = self.first_of(begun).double()
+            share = rate / transfers.sum(0).clamp(min=1)
+            through = (time + remaining / share).masked_fill_(transfers == 0, torch.inf)
             until = torch.where(waiting, torch.minimum(through.amin(0), following), time)
-            remaining.addcmul_(carried, (until - time) * share, value=-1)
+            remaining.addcmul_(transfers, (until - time) * share, value=-1)
             ended = (through <= until) & waiting
             end = torch.where(ended, until, end)
             on, time = on & ~ended, until
-        self.left.flatten(1).index_copy_(1, where, remaining)
+        self.remaining.flatten(1).index_copy_(1, where, remaining)
         self.end.flatten(1).index_copy_(1, where, end)
         return now.flatten().index_copy(0, where, time).view_as(now)
 

@@ -88,7 +88,7 @@ class Timeline(NamedTuple):
 
 @dataclass(eq=False)
 class _Message:
-    left: float
+    remaining: float
     """Bytes that are not transferred yet."""
     receiver: int
     link: _Link
@@ -130,13 +130,13 @@ class _Link:
         if self.queues:
             share = (until - self.now) * self.rate / len(self.queues)
             for queue in self.queues.values():
-                queue[0].left -= share
+                queue[0].remaining -= share
         self.now = until
 
     def first_end(self) -> tuple[float, int]:
         """Return (time at which the next message is complete, its receiver), if no other message starts."""
-        receiver = min(self.queues, key=lambda to: self.queues[to][0].left)
-        remaining = max(0.0, self.queues[receiver][0].left)
+        receiver = min(self.queues, key=lambda to: self.queues[to][0].remaining)
+        remaining = max(0.0, self.queues[receiver][0].remaining)
         return self.now + remaining * len(self.queues) / self.rate, receiver  # queues share the rate equally
 
 
@@ -265,7 +265,7 @@ class _Player:
                 continue
             wait = rank.program[rank.executed]
             assert isinstance(wait, Wait)
-            action = next((a for a, other, _ in rank.under_way[wait.channel] if other is message), None)
+            action = next((a for a, its, _ in rank.under_way[wait.channel] if its is message), None)
             if action is not None:
                 rank.missing -= 1
                 if rank.missing == 0:

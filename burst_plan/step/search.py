@@ -90,8 +90,8 @@ class Answer:
         close = _close(self.ranked)
         if len(close) < len(self.ranked):
             slower = self.ranked[len(close)]
-            other = slower.errors.kind != chosen.errors.kind
-            of_kind = f" (errors of its kind, {slower.errors.kind}: {slower.errors.range})" * other
+            differs = slower.errors.kind != chosen.errors.kind
+            of_kind = f" (errors of its kind, {slower.errors.kind}: {slower.errors.range})" * differs
             return f"{slower.plan} takes {slower.seconds / chosen.seconds - 1:.1%} longer{of_kind}"
         return "no other plan fits" if len(close) == 1 else "all other plans that fit are as fast"
 

@@ -97,8 +97,8 @@ def _raises(call: ast.Call) -> bool:
 
 
 def _refusals(strings: Strings, call: ast.Call) -> list[str]:
-    """Return the texts of a RefusedError: of a name and a reason, or a starred pair; none of others."""
-    if ast.unparse(call.func).rpartition(".")[2] not in ("RefusedError", "refuse"):
+    """Return the texts of an UnsupportedError: of a name and a reason, or a starred pair; none of others."""
+    if ast.unparse(call.func).rpartition(".")[2] not in ("UnsupportedError", "refuse"):
         return []
     pairs = [call.args] if len(call.args) == 2 else []
     if len(call.args) == 1 and isinstance(call.args[0], ast.Starred):
@@ -107,7 +107,7 @@ def _refusals(strings: Strings, call: ast.Call) -> list[str]:
     for name, reason in pairs:
         names, reasons = strings.texts(name), [text for text in strings.texts(reason) if words(text)]
         shown = names[0] if len(names) == 1 else "…"
-        texts += [f"refused ({shown}): {text}" for text in reasons or ["…"] * bool(shown)]
+        texts += [f"unsupported ({shown}): {text}" for text in reasons or ["…"] * bool(shown)]
     return texts
 
 

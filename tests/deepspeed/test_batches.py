@@ -9,7 +9,7 @@ from live import LiveBytes
 from burst_mcore.layout import unshard
 from burst_mcore.transformers.data.batches import collated, documents, prepared, sharded
 from burst_mcore.transformers.data.loader import ShardedLoader
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 
 def _ids(*rows):
@@ -133,7 +133,7 @@ PADDED_IN_FRONT = {"input_ids": _ids([1, 2, 3]), "attention_mask": _ids([0, 1, 1
     ],
 )
 def test_what_is_refused_of_a_batch(batch, name):
-    with pytest.raises(RefusedError) as error:
+    with pytest.raises(UnsupportedError) as error:
         prepared(batch, multiple=4)
     assert error.value.name == name
 
@@ -144,7 +144,9 @@ def test_lists_are_read_as_tensors_are():
     whole = prepared(lists, multiple=2)
     assert whole["shift_labels"].tolist() == [[6, -100, 8, -100, -100, -100]]
     assert whole["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]]
-    with pytest.raises(RefusedError, match="labels must be a tensor, or lists of numbers: expected sequence"):
+    with pytest.raises(
+        UnsupportedError, match="labels must be a tensor, or lists of numbers: expected sequence"
+    ):
         prepared({**lists, "labels": [[1], [2, 3]]}, multiple=2)
 
 
@@ -156,14 +158,16 @@ def test_columns_that_are_no_numbers_are_left_out_and_named(caplog):
     assert [r.message for r in caplog.records] == [
         "columns that are no numbers are left out of batches: text, meta, none"
     ]
-    with pytest.raises(RefusedError, match="no input_ids of numbers; its columns are text, labels"):
+    with pytest.raises(UnsupportedError, match="no input_ids of numbers, but columns text, labels"):
         collated([{"text": "a", "labels": [1]}])
-    with pytest.raises(RefusedError, match="some samples of a batch have numbers as labels, some have not"):
+    with pytest.raises(
+        UnsupportedError, match="some samples of a batch have numbers as labels, some have not"
+    ):
         collated([{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": None}])
 
 
 def test_positions_that_were_sharded_otherwise_are_found():
-    with pytest.raises(RefusedError, match="5 at token 1 is followed by 2"):
+    with pytest.raises(UnsupportedError, match="5 at token 1 is followed by 2"):
         documents(_ids([4, 5, 2, 3]))
     assert documents(_ids([4, 5, 6, 0, 1])) == ((0, 3, 5),)
 
@@ -172,5 +176,5 @@ def test_a_loader_of_one_rank_goes_on_for_epochs():
     loader = ShardedLoader([{"input_ids": _ids([1, 2])}, _ids([3, 4])], group=None)
     for _ in range(2):
         assert [part["input_ids"].tolist() for part in loader] == [[[1, 2]], [[3, 4]]]
-    with pytest.raises(RefusedError, match="a dict with input_ids"):
+    with pytest.raises(UnsupportedError, match="a dict with input_ids"):
         list(ShardedLoader([3], group=None))

@@ -16,7 +16,7 @@ import burst_mcore.deepspeed as burst
 from burst_mcore import Mask, shard
 from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.transformers.data.batches import collated
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 skip_first_batches = pytest.importorskip("accelerate").skip_first_batches
 GAS, BATCHES = 3, 8
@@ -110,7 +110,9 @@ def test_accelerate(rank, size, sp):
         model.train()
         (rest,) = skip_first_batches(loader, BATCHES - 1)
         assert rest["input_ids"].equal(last)
-        with pytest.raises(RefusedError, match=r"\(position_ids\): a forward over sharded sequences needs"):
+        with pytest.raises(
+            UnsupportedError, match=r"\(position_ids\): a forward over sharded sequences needs"
+        ):
             accelerator.unwrap_model(model)(**next(iter(mine)))
         by_rank = torch.Generator().manual_seed(rank)
         shuffled = torch.utils.data.DataLoader(data, 1, True, generator=by_rank, collate_fn=collated)
@@ -149,9 +151,9 @@ def test_in_place_of_distributed_attention(rank, size):
             got = got if first else got.transpose(0, 1)
             assert (got - mine).norm() < 1e-12 * whole.norm()
     for arguments, call, words in (((1, 0), (), "dimensions"), ((2, 0), (torch.ones(1),), "arguments")):
-        with pytest.raises(RefusedError, match=words):
+        with pytest.raises(UnsupportedError, match=words):
             burst.BurstDistributedAttention(Local(), group, *arguments)(q, k, v, 1, None, *call)
-    with pytest.raises(RefusedError, match="dropout"):
+    with pytest.raises(UnsupportedError, match="dropout"):
         burst.BurstDistributedAttention(torch.nn.Sequential(torch.nn.Dropout(0.1)), group)
 
 
@@ -168,8 +170,10 @@ def test_replaced_and_restored():
     burst.restore_ulysses()
     assert ulysses_sp.UlyssesSPAttentionHF is own
     assert burst.BurstSPAttentionHF.register_with_transformers("name", "sdpa", 1, 1) is None
-    with pytest.raises(RefusedError, match="give the model itself"):
+    with pytest.raises(UnsupportedError, match="give the model itself"):
         burst.BurstSPAttentionHF.register_with_transformers("name", "sdpa", 2, 1)
     AcceleratorState._reset_state()  # without Accelerate it says what to use instead
-    with pytest.raises(RefusedError, match="make its Accelerator first.*burst_mcore.deepspeed.initialize"):
+    with pytest.raises(
+        UnsupportedError, match="make its Accelerator first.*burst_mcore.deepspeed.initialize"
+    ):
         _read(2)

@@ -13,13 +13,13 @@ import burst_mcore.deepspeed as burst
 from burst_mcore.agreement.claims import OthersError
 from burst_mcore.deepspeed.settings import refuse_config
 from burst_mcore.transformers import errors
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 
 def _refused(do, *args, **kwargs):
     try:
         do(*args, **kwargs)
-    except RefusedError as error:
+    except UnsupportedError as error:
         return error.name, str(error)
     except OthersError as error:
         return "another rank", str(error)
@@ -180,13 +180,13 @@ def test_a_sequence_beyond_the_table_of_positions(rank, size):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"data_parallel_size": 2}, "refused (mesh)"),
-        ({"pipeline": {"stages": 2}}, "refused (pipeline)"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "refused (tensor_parallel)"),
+        ({"data_parallel_size": 2}, "unsupported (mesh)"),
+        ({"pipeline": {"stages": 2}}, "unsupported (pipeline)"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "unsupported (tensor_parallel)"),
     ],
 )
 def test_configurations(config, said):
-    with pytest.raises(RefusedError) as error:
+    with pytest.raises(UnsupportedError) as error:
         refuse_config(config)
     assert said in str(error.value)
 
@@ -194,5 +194,5 @@ def test_configurations(config, said):
 def test_versions(monkeypatch):
     errors.refuse_versions()
     monkeypatch.setattr(errors, "version", lambda package: "0.18.9")
-    with pytest.raises(RefusedError, match="deepspeed 0.18.9 is installed, tested are releases from 0"):
+    with pytest.raises(UnsupportedError, match="deepspeed 0.18.9 is installed, tested are releases from 0"):
         errors.refuse_versions()

@@ -53,23 +53,36 @@ def test_python_blocks_run(ranks, code, tmp_path):
     well, printed, errors = forked.run(tmp_path, script, ranks=max(1, ranks))
     assert well, errors
     assert printed.count("holds tokens") == ranks
+    (active,) = re.findall(r"`(burst_mcore: 2 ranks [^`]*)`: burst is active", page_of("start.md"))
+    assert errors.count(active) == (f"```python torchrun=2\n{code}" in page_of("start.md"))
+
+
+LOUD = """
+import logging, runpy, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+runpy.run_module("burst_mcore.megatron", run_name="__main__", alter_sys=True)
+"""
+"""The launcher, with the log that the import of megatron.training sets up where nothing has before."""
 
 
 def test_the_first_run_of_megatron_has_the_losses_of_one_process(tmp_path):
     pytest.importorskip("megatron.training")
     import prepare_bytes
 
-    data = tmp_path / "text"
+    data, loud = tmp_path / "text", tmp_path / "loud.py"
+    loud.write_text(LOUD)
     prepare_bytes.write(data, iter([b"the quick brown fox %d; " % i * 20 for i in range(60)]))
     text = re.sub(r"\\\n\s*", " ", page_of("start.md"))
+    (active,) = re.findall(r"burst is active.*`(INFO:burst_mcore:.*: counted )", text, re.DOTALL)
     command = re.search(r"^torchrun --nproc-per-node 2 (.*)$", text, re.MULTILINE)[1]
-    command = command.replace("runs/start", str(data))
+    command = command.replace("runs/start", str(data)).replace("-m burst_mcore.megatron", str(loud))
     alone = command.replace("-size 2", "-size 1").removesuffix(" --context-parallel-attention-backend burst")
     losses = []
     for ranks, words in ((2, command), (1, alone)):
         (folder := tmp_path / str(ranks)).mkdir()
         well, printed, errors = forked.run(folder, *shlex.split(words), ranks=ranks)
         assert well, errors
+        assert printed.count(active) == (ranks if ranks > 1 else 0)
         losses.append([float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", printed)])
     assert len(losses[0]) == 10
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

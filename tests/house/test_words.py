@@ -13,6 +13,7 @@ GONE = {
     "CP group": r"sequence groups?",
     "max logits": r"largest scores?",
     "supported": r"served",
+    "unsupported": r"RefusedError|refused \\*\(\w*",
     "suffix": r"savedtail|tails?_of",
 }
 """By the word that stands in their place."""

@@ -141,7 +141,7 @@ REFUSED = {
 """Fields that are refused, read by a core attention or by what runs it: a value, and what is said of it."""
 
 
-def _with(config, **fields):
+def _changed(config, **fields):
     for name, value in fields.items():
         setattr(config, name, value)
     return config
@@ -162,15 +162,15 @@ def test_what_burst_does_not_do_is_refused_by_the_constructor():
     cases.append(({"flash_attention_version": 2}, "--flash-attention-version 2: no kernel.*not on cuda"))
     for fields, words in cases:
         with pytest.raises(ValueError, match=f"layer 1: .*{words}"):
-            _core(_with(transformer_config(Case()), **fields))
+            _core(_changed(transformer_config(Case()), **fields))
     with pytest.raises(ValueError, match="--burst-kernel reference contradicts --attention-backend flash"):
-        config = _with(transformer_config(Case()), attention_backend=AttnBackend.flash)
+        config = _changed(transformer_config(Case()), attention_backend=AttnBackend.flash)
         _core(config, BurstConfig(kernel="reference"))
     words = "layer 1: --burst-kernel cudnn: tensors are on cpu, not on cuda; legal here: auto, aten-cpu"
     with pytest.raises(ValueError, match=words):
         _core(burst=BurstConfig(kernel="cudnn"))
     assert not _core().burst_config.deterministic
-    assert _core(_with(transformer_config(Case()), deterministic_mode=True)).burst_config.deterministic
+    assert _core(_changed(transformer_config(Case()), deterministic_mode=True)).burst_config.deterministic
 
 
 def test_a_version_of_flash_attention_is_obeyed_or_refused(monkeypatch):

@@ -55,7 +55,7 @@ DOCTOR = [
     (f"ds.json --model '{MEGATRON} --kv-channels 512'", "support heads of at most 256, got 512"),
     ("ds.json --model ./none", "no causal LM in ./none"),
     ("ds.json --world 1000000", "--world must be at least 1 and at most 16384"),
-    ("ds.json --world 3", "refused (sequence_parallel_size)"),
+    ("ds.json --world 3", "unsupported (sequence_parallel_size)"),
     ("ds.json --device h1000", "unknown machine 'h1000': one of A100-NVLink, A800"),
     ("ds.json --rates none.json", "is no file of rates"),
     ("wrong.json", 'did you mean "layout"'),

@@ -155,7 +155,7 @@ RING, DOUBLE, HEADS = Route(1, 3), Route(2, 2), Route(1, 2, 2)
         (RING, _without(Accumulate, step=2), "gradient|before anything arrived"),
         (RING, _changed(Send, {"peer": 0}, on_rank=0, step=0, channel=INTRA_DATA), "deadlock"),
         (DOUBLE, _without(Add, step=3), "at home is"),
-        (DOUBLE, _changed(Add, {"other": "sum0"}), "added to that of|before anything arrived|touched"),
+        (DOUBLE, _changed(Add, {"addend": "sum0"}), "added to that of|before anything arrived|touched"),
         (DOUBLE, _without(Wait, channel=INTER_DATA), "while a message arrives|nobody waited"),
         (DOUBLE, _changed(Recv, {"buffer": "data0"}, step=1, channel=INTRA_DATA), "while a message arrives"),
         (HEADS, _without(Unpack, kind=Kind.STAYING_IN), "before they came"),

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from burst_mcore.agreement.claims import OthersError
-from burst_mcore.torch import RefusedError, parallelize
+from burst_mcore.torch import UnsupportedError, parallelize
 
 STEPS, CLIP, RATE = 3, 0.5, 0.1
 LENGTHS = (37, 29, 41, 31)
@@ -60,7 +60,7 @@ def mesh_of(size: int, *names: str) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names or ("cp",))
 
 
-def refused(do: Callable[[], Any], kind: type[ValueError] = RefusedError) -> str:
+def refused(do: Callable[[], Any], kind: type[ValueError] = UnsupportedError) -> str:
     """What the error of `do` says."""
     with pytest.raises(kind) as caught:
         do()
@@ -75,8 +75,8 @@ def refuses(*cases: tuple[str | tuple[str, ...], Callable[[], Any]]) -> None:
     for given, do in cases:
         name, _, words = (given if isinstance(given, str) else given[dist.get_rank()]).partition(": ")
         others = name == "another rank"
-        said = refused(do, OthersError if others else RefusedError)
-        assert others or said.startswith(f"refused ({name})"), (given, said)
+        said = refused(do, OthersError if others else UnsupportedError)
+        assert others or said.startswith(f"unsupported ({name})"), (given, said)
         assert all(part.strip() in said for part in words.split("...")), (given, said)
 
 

@@ -12,7 +12,7 @@ from loops import whole_weights
 from ranks import processes
 from trainers import accuracy, forget, logged, tokenizer, trl_trained, words
 
-from burst_mcore.torch import RefusedError, parallelize, replace_context_parallel
+from burst_mcore.torch import UnsupportedError, parallelize, replace_context_parallel
 from burst_mcore.transformers.data.batches import collated
 
 pytest.importorskip("accelerate")
@@ -114,7 +114,7 @@ def _of_ranks(rank, size, folder, cases):
         replace_context_parallel(config={"layout": "zigzag" if "hybrid" in options else "striped"})
         found.append(_trained(folder, CP, **options))
     forget()
-    with pytest.raises(RefusedError, match=r"\(loss\): label_smoothing_factor is not supported"):
+    with pytest.raises(UnsupportedError, match=r"\(loss\): label_smoothing_factor is not supported"):
         _trained(folder, CP, **cases[0], label_smoothing_factor=0.1)
     return found
 
@@ -188,7 +188,7 @@ def _without_a_norm(rank, size):
     parallelize(model, dist.group.WORLD, reduction="mean")
     del model.model.norm
     replace_context_parallel()
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         fsdp_utils._find_final_norm(model)
     return str(refused.value)
 

@@ -93,7 +93,8 @@ def test_shards(rank, size):
         ("output_attentions", lambda: model(**unlabelled, output_attentions=True)),
         (
             (
-                "another rank: rank 1 of the ring refused this call: RefusedError: refused (logits_to_keep)",
+                "another rank: rank 1 of the ring refused this call: UnsupportedError: "
+                "unsupported (logits_to_keep)",
                 "logits_to_keep",
             ),
             lambda: model(**unlabelled, logits_to_keep=rank),

@@ -13,7 +13,7 @@ from ranks import on_ranks, processes, torchrun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from burst_mcore.torch import RefusedError, parallelize
+from burst_mcore.torch import UnsupportedError, parallelize
 
 PAIR = {"dp": 1, "cp": 2}
 
@@ -120,7 +120,7 @@ def test_fsdp_1_whose_means_are_said(original):
 @pytest.mark.parametrize("original", [True, False])
 @on_ranks(2)
 def test_fsdp_1_is_refused_without_a_word(rank, size, original):
-    with pytest.raises(RefusedError, match="FSDP 1 does not say over which ranks|nothing reduces"):
+    with pytest.raises(UnsupportedError, match="FSDP 1 does not say over which ranks|nothing reduces"):
         _under_fsdp_1(rank, size, original, reduction="auto")
 
 

@@ -135,5 +135,5 @@ def test_embeddings_in_the_place_of_tokens(rank, size):
     with while_set(sequence_of(model), batches=WholeBatch(sequence_of(model))), torch.no_grad():
         assert model(**batch).loss.item() == pytest.approx(found[0], rel=1e-6)
         torch.testing.assert_close(model(inputs_embeds=embeds).logits, out.logits, rtol=1e-4, atol=1e-5)
-    words = "batch: got None. In their place may stand inputs_embeds [rows, tokens, hidden]"
+    words = "batch: got None, or give inputs_embeds [rows, tokens, hidden]"
     refuses((words, lambda: cp.shard({"labels": _ids(2)})))

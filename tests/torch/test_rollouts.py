@@ -200,7 +200,7 @@ def test_what_does_not_know_branches_is_refused_by_name_on_all_ranks(rank, size)
         return lambda: cp.shard({**batch, **columns})
 
     def of_last(name):
-        return "another rank: rank 1 of the ring refused this call: RefusedError: refused (", name
+        return "another rank: rank 1 of the ring refused this call: UnsupportedError: unsupported (", name
 
     refuses(
         ("tree: attention in chunks does not", sharded_by(of_chunks)),

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_mcore.torch import parallelize
 from burst_mcore.transformers.data.batches import prepared
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 
 @on_ranks(2)
@@ -55,7 +55,7 @@ def test_arguments(rank, size):
 def test_no_mesh_is_refused_by_name_before_any_process_group():
     assert not torch.distributed.is_initialized()
     said = refused(lambda: parallelize(model_of(), None))
-    assert said.startswith("refused (mesh): give the dim of a DeviceMesh") and said.endswith("got None")
+    assert said.startswith("unsupported (mesh): give the dim of a DeviceMesh") and said.endswith("got None")
 
 
 class Recomputed(torch.nn.Module):
@@ -95,7 +95,7 @@ def test_batches_and_statistics(rank, size):
         (OTHERS, sharded({"input_ids": ids + rank, "labels": ids})),
         (OTHERS, sharded({"input_ids": ids, "of_rows": torch.ones(1) + rank})),
         (
-            (NOT_INTEGERS, "another rank: rank 0: refused (batch): input_ids must be"),
+            (NOT_INTEGERS, "another rank: rank 0: unsupported (batch): input_ids must be"),
             sharded({"labels": ids}, {"input_ids": ids}),
         ),
         (NOT_INTEGERS, sharded(None, {"input_ids": ids.double()})),
@@ -115,7 +115,7 @@ def test_batches_and_statistics(rank, size):
             statistics(temperature=1.0 if rank else -1.0),
         ),
         (
-            "mask: documents end at 31, beyond the sequence's 20 tokens",
+            "mask: documents end at 31, beyond the 20 tokens",
             lambda: cp.mask(documents=[0, 13, 31], tokens=20),
         ),
     )
@@ -138,17 +138,18 @@ def test_reductions(rank, size):
     bare, elsewhere, trained, summed = (model_of() for _ in range(4))
     cp = parallelize(bare, mesh)
     loss = bare(**cp.shard(batch)).loss  # an evaluation needs nobody who reduces
-    assert refused(loss.backward).startswith("refused (reduction): nothing reduces model.embed_tokens.weight")
+    said = refused(loss.backward)
+    assert said.startswith("unsupported (reduction): nothing reduces model.embed_tokens.weight")
     parallelize(elsewhere, mesh)
     fully_shard(elsewhere, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "dp"))["dp"])
     said = refused(lambda: elsewhere(**cp.shard(batch)).loss.backward())
-    assert said.startswith("refused (reduction): the mesh of fully_shard has not all ranks of cp")
+    assert said.startswith("unsupported (reduction): fully_shard's mesh has not all ranks of cp")
     by_ddp = parallelize(trained, mesh)
     engine, mine, outer = DistributedDataParallel(Recomputed(trained)), by_ddp.shard(batch), torch.zeros(())
     engine(outer.requires_grad_(), mine).backward()
     trained.zero_grad()
     said = refused(lambda: trained(**mine).loss.backward())  # past DDP, which was there before
-    assert said.startswith("refused (reduction): nothing reduces")
+    assert said.startswith("unsupported (reduction): nothing reduces")
     loss = engine(outer, mine)
     with torch.no_grad():
         trained(**mine)  # an evaluation past DDP, before the backward
@@ -186,7 +187,7 @@ def test_ranks_with_fewer_batches_in_a_loop_by_hand(rank, size, elsewhere):
 def test_labels_that_were_shifted_before():
     ids = torch.arange(3, 23)[None]
     shifted = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
-    with pytest.raises(RefusedError, match=r"labels.*shifted already.*shift_labels"):
+    with pytest.raises(UnsupportedError, match=r"labels.*shifted already.*shift_labels"):
         prepared({"input_ids": ids, "labels": shifted}, multiple=4)
     prepared({"input_ids": ids, "shift_labels": shifted}, multiple=4)
     same = torch.full((1, 20), 7)  # of equal tokens nobody can tell

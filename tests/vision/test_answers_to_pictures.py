@@ -10,7 +10,7 @@ from equal import ROWS, TOKENS, batch_for
 from families import PLACE, model_of
 from ranks import processes
 
-from burst_mcore.torch import RefusedError, parallelize
+from burst_mcore.torch import UnsupportedError, parallelize
 from burst_mcore.transformers.models.strategies import LoadedBatch
 from burst_mcore.transformers.models.towers import Images
 from burst_mcore.transformers.prepare import sequence_of
@@ -136,7 +136,7 @@ def _bad(rank, size, kind):
         batch |= {"tree": torch.tensor([-1, TOKENS]), "shift_labels": batch.pop("labels")}
     try:
         cp.token_stats(model, batch) if kind == "statistics" else model(**batch)
-    except (RefusedError, ValueError, RuntimeError) as error:
+    except (UnsupportedError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -77,10 +77,10 @@ def test_sound():
 
 
 @pytest.mark.slow
-def test_every_image_text_model_is_equal_or_refused_as_the_page_says():
+def test_every_image_text_model_is_equal_or_unsupported_as_the_page_says():
     """Those with towers of timm are left out where it is not installed."""
     results = everything(outcomes, NAMES, at_once=5)
     outcome_of = {name: outcome for name, (outcome, words) in results.items() if TIMM not in words}
-    equal, _, refused = PAGE.read_text().partition(WITH_IMAGES)[2].partition("**Refused")
+    equal, _, unsupported = PAGE.read_text().partition(WITH_IMAGES)[2].partition("**Unsupported")
     for name, outcome in outcome_of.items():
-        assert f"`{name}`" in {"equal": equal, "refused": refused}[outcome], (name, outcome)
+        assert f"`{name}`" in {"equal": equal, "unsupported": unsupported}[outcome], (name, outcome)

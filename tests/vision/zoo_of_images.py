@@ -1,4 +1,4 @@
-"""Every image-text model that transformers names, tiny: is it the same over a CP group, or refused?"""
+"""Every image-text model that transformers names, tiny: is it the same over a CP group, or unsupported?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from zoo import WITH_IMAGES, everything
 
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.supported import text_tower, use_burst
 from burst_mcore.transformers.models.towers import METHODS
 
@@ -36,7 +36,7 @@ REASONS = {
 
 
 def outcomes(rank: int, size: int, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
-    """Of each name (outcome, words): equal, wrong, refused, not built."""
+    """Of each name (outcome, words): equal, wrong, unsupported, not built."""
     return {name: outcome(name) for name in names}
 
 
@@ -51,8 +51,8 @@ def outcome(name: str) -> tuple[str, str]:
             ((loss, gradient, where),) = compared(0, 2, (name,), case_of(model), {}).values()
             if equal := loss < 1e-5 and gradient < 1e-4:
                 break
-    except RefusedError as error:
-        return "refused", str(error)
+    except UnsupportedError as error:
+        return "unsupported", str(error)
     except Exception as error:
         return "not built", f"{type(error).__name__}: {str(error)[:160]}"
     finally:
@@ -80,7 +80,7 @@ def case_of(model: Any) -> str:
 
 def page(found: dict[str, tuple[str, str]]) -> str:
     """The outcomes as the last part of docs/frameworks/models.md."""
-    models: dict[str, dict[str, list[str]]] = {"equal": {}, "wrong": {}, "refused": {}, "not built": {}}
+    models: dict[str, dict[str, list[str]]] = {"equal": {}, "wrong": {}, "unsupported": {}, "not built": {}}
     for name, (what, words) in found.items():
         told = next((reason for reason, says in REASONS.items() if re.search(says, words)), words)
         models[what].setdefault("" if what == "equal" else told, []).append(f"`{name}`")

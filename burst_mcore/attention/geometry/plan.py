@@ -222,12 +222,12 @@ class Plan:
             bands_of_others = torch.where(subset.abs() < UNBOUNDED, subset + moves, subset).flatten(0, 1)
             parts.append(_pieces(side, everyone, bands_of_others))
         pieces = torch.cat(parts)
-        other = pieces[:, 2] // self.rows
-        pieces[:, 2:4] -= other[:, None] * self.rows
+        owners = pieces[:, 2] // self.rows
+        pieces[:, 2:4] -= owners[:, None] * self.rows
         if keys_stay:
             pieces[:, :6] = transposed(pieces[:, :6])
-        by_ring_rank = pieces[other.argsort(stable=True)]
-        return tuple(by_ring_rank.split(other.bincount(minlength=self.size).tolist()))
+        by_ring_rank = pieces[owners.argsort(stable=True)]
+        return tuple(by_ring_rank.split(owners.bincount(minlength=self.size).tolist()))
 
     def _counted(self, ring_rank: int, part: int | None) -> tuple[Stretch, ...]:
         """Return the rows in the order in which pieces count them: by classes if the plan is `by_class`."""

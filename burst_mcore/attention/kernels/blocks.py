@@ -86,14 +86,14 @@ def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) ->
     step = torch.where(low == high, 1, step)
     low, high = low + offset - (corner_n - corner_m), high + offset - (corner_n - corner_m)
     spans = [top - corner_m, bottom - corner_m, left - corner_n, right - corner_n]
-    side, other, count = bm, bn, -(-rows // block_m)
+    side, partner, count = bm, bn, -(-rows // block_m)
     if by_columns:
-        side, other, count = bn, bm, -(-columns // block_n)
+        side, partner, count = bn, bm, -(-columns // block_n)
         low, high, spans = -high, -low, spans[2:] + spans[:2]
-    words = (other, _bytes(*spans), _bytes(low, high, step), _signed(-(-(1 << 32) // step) + 256))
+    words = (partner, _bytes(*spans), _bytes(low, high, step), _signed(-(-(1 << 32) // step) + 256))
     entries, side, is_part = torch.stack(words, 1)[nonempty], side[nonempty], (~whole[nonempty]).long()
-    width = int(other.max()) + 1 if len(other) else 1
-    order = torch.argsort((side * 2 + is_part) * (width) + other[nonempty], stable=True)
+    width = int(partner.max()) + 1 if len(partner) else 1
+    order = torch.argsort((side * 2 + is_part) * (width) + partner[nonempty], stable=True)
     side, is_part = side[order], is_part[order]
     starts = torch.searchsorted(side, torch.arange(count + 1))
     full = starts[:-1] + torch.zeros(count, dtype=torch.int64).index_add_(0, side, 1 - is_part)

@@ -77,8 +77,8 @@ def _multiply_add(a, b, c):
 
 @triton.jit
 def _allowed(
-    entries, entry, block, other, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
-    BAND: tl.constexpr,
+    entries, entry, block, other_block, low, high, own_rows, other_rows, OWN: tl.constexpr,
+    OTHERS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """Return the mask [OWN, OTHERS] of a block of the own side and a block of the other side.
 
@@ -89,9 +89,9 @@ def _allowed(
     """
     at, along = tl.arange(0, OWN), tl.arange(0, OTHERS)
     if BAND:
-        at, along = block * OWN + at, other * OTHERS + along
-        first = tl.where(at < own, tl.maximum(at + low, 0), 2147483647)
-        last = tl.minimum(at + high, others - 1)
+        at, along = block * OWN + at, other_block * OTHERS + along
+        first = tl.where(at < own_rows, tl.maximum(at + low, 0), 2147483647)
+        last = tl.minimum(at + high, other_rows - 1)
         allowed = (along[None, :] >= first[:, None]) & (along[None, :] <= last[:, None])
     else:
         spans, diagonals = tl.load(entries + 4 * entry + 1), tl.load(entries + 4 * entry + 2)
@@ -109,10 +109,10 @@ def _allowed(
 
 @triton.jit
 def _walk(
-    starts, full, block, low, high, own, others, OWN: tl.constexpr, OTHERS: tl.constexpr,
+    starts, full, block, low, high, own_rows, other_rows, OWN: tl.constexpr, OTHERS: tl.constexpr,
     BAND: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the blocks of the other side for a block, as four numbers for `_range` and `_other`.
+    """Return the blocks of the other side for a block, as four numbers for `_range` and `_other_block`.
 
     Of a BAND: the first and the last full block, the number of masked blocks, and the first block. Else: the
     start of the block's entries in the lists, the end of full entries, and the end of all entries.
@@ -120,12 +120,12 @@ def _walk(
     OPEN: a block that the end of the other side cuts may be full, too.
     """
     if BAND:
-        first, last = block * OWN, tl.minimum(block * OWN + OWN, own) - 1
-        begin, end = tl.maximum(first + low, 0), tl.minimum(last + high + 1, others)
+        first, last = block * OWN, tl.minimum(block * OWN + OWN, own_rows) - 1
+        begin, end = tl.maximum(first + low, 0), tl.minimum(last + high + 1, other_rows)
         head, tail = begin // OTHERS, tl.cdiv(tl.maximum(end, 0), OTHERS)
-        inner, outer = tl.maximum(last + low, 0), tl.minimum(first + high + 1, others)
+        inner, outer = tl.maximum(last + low, 0), tl.minimum(first + high + 1, other_rows)
         if OPEN:
-            outer = tl.where(outer == others, tl.cdiv(others, OTHERS), tl.maximum(outer, 0) // OTHERS)
+            outer = tl.where(outer == other_rows, tl.cdiv(other_rows, OTHERS), tl.maximum(outer, 0) // OTHERS)
         else:
             outer = tl.maximum(outer, 0) // OTHERS
         a = tl.minimum(tl.maximum(tl.cdiv(inner, OTHERS), head), tl.maximum(tail, head))
@@ -155,7 +155,7 @@ def _any(a, b, c, d, BAND: tl.constexpr):
 
 
 @triton.jit
-def _other(entries, entry, a, b, d, BAND: tl.constexpr, KIND: tl.constexpr):
+def _other_block(entries, entry, a, b, d, BAND: tl.constexpr, KIND: tl.constexpr):
     """Return the block of the other side of an entry."""
     if not BAND:
         block = tl.load(entries + 4 * entry)
@@ -209,8 +209,8 @@ def spoilt_rows(
 
 @triton.jit
 def _attend(
-    q, k_base, v_base, unit_of, k_stride, v_stride, maximum, total, out, block, other, entries, entry, rows,
-    columns, low, high, scale, softcap, USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr,
+    q, k_base, v_base, unit_of, k_stride, v_stride, maximum, total, out, block, other_block, entries, entry,
+    rows, columns, low, high, scale, softcap, USED: tl.constexpr, VALUE_USED: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr,
     BAND: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +218,7 @@ def _attend(
 
     With m' = max(m, max_j s_j): out' = e^(m - m') out + sum_j e^(s_j - m') v_j, and total likewise.
     """
-    n = other * COLUMNS + tl.arange(0, COLUMNS)
+    n = other_block * COLUMNS + tl.arange(0, COLUMNS)
     valid, unit = n < columns, _unit(scale, softcap, SOFTCAP)
     if KIND != WHOLE and not BAND:
         units = tl.load(unit_of + n.to(tl.int64))
@@ -228,7 +228,7 @@ def _attend(
     v = _rows_if(v_base, n, v_stride, valid, KIND != WHOLE, VALUE_USED, VALUE_DIM)
     if KIND != WHOLE:
         allowed = _allowed(
-            entries, entry, block, other, low, high, rows, columns, ROWS, COLUMNS, BAND
+            entries, entry, block, other_block, low, high, rows, columns, ROWS, COLUMNS, BAND
         )  # fmt: skip
         s = tl.where(allowed, s, -float("inf"))
     greatest = tl.maximum(maximum, tl.max(s, 1))
@@ -281,10 +281,11 @@ def forward(
     for KIND in tl.static_range(2):
         first, last = _range(a, b, c, d, BAND, KIND)
         for entry in range(first, last):
+            other_block = _other_block(entries, entry, a, b, d, BAND, KIND)
             maximum, total, sums = _attend(
-                q_rows, k_base, v_base, unit_of, k_row, v_row, maximum, total, sums, block,
-                _other(entries, entry, a, b, d, BAND, KIND), entries, entry, rows, columns, low, high, scale,
-                softcap, USED, VALUE_USED, DIM, VALUE_DIM, ROWS, COLUMNS, SOFTCAP, BAND, KIND, PRECISION,
+                q_rows, k_base, v_base, unit_of, k_row, v_row, maximum, total, sums, block, other_block,
+                entries, entry, rows, columns, low, high, scale, softcap, USED, VALUE_USED, DIM, VALUE_DIM,
+                ROWS, COLUMNS, SOFTCAP, BAND, KIND, PRECISION,
             )  # fmt: skip
     if FRESH or _any(a, b, c, d, BAND):
         blind = total == 0.0
@@ -369,12 +370,12 @@ def dq(
     for KIND in tl.static_range(2):
         first, last = _range(a, b, c, d, BAND, KIND)
         for entry in range(first, last):
-            other = _other(entries, entry, a, b, d, BAND, KIND)
-            n = other * COLUMNS + tl.arange(0, COLUMNS)
+            other_block = _other_block(entries, entry, a, b, d, BAND, KIND)
+            n = other_block * COLUMNS + tl.arange(0, COLUMNS)
             there, allowed, unit = n < columns, True, _unit(scale, softcap, SOFTCAP)
             if KIND != WHOLE:
                 allowed = _allowed(
-                    entries, entry, block, other, low, high, rows, columns, ROWS, COLUMNS, BAND
+                    entries, entry, block, other_block, low, high, rows, columns, ROWS, COLUMNS, BAND
                 )  # fmt: skip
             if KIND != WHOLE and not BAND:
                 units = tl.load(unit_of + n.to(tl.int64))
@@ -432,13 +433,13 @@ def dkv(  # noqa: C901
         for KIND in tl.static_range(2):
             first, last = _range(a, b, c, d, BAND, KIND)
             for entry in range(first, last):
-                other = _other(entries, entry, a, b, d, BAND, KIND)
-                m = other * ROWS + tl.arange(0, ROWS)
+                other_block = _other_block(entries, entry, a, b, d, BAND, KIND)
+                m = other_block * ROWS + tl.arange(0, ROWS)
                 lse_rows, delta_rows = _statistics(lse_base, delta_base, m, lse_row, delta_row, rows)
                 valid, allowed = m < rows, True
                 if KIND != WHOLE:
                     allowed = _allowed(
-                        entries, entry, block, other, -high, -low, columns, rows, COLUMNS, ROWS, BAND
+                        entries, entry, block, other_block, -high, -low, columns, rows, COLUMNS, ROWS, BAND
                     )  # fmt: skip
                 if KIND != WHOLE and not BAND:
                     valid = valid & (lse_rows == lse_rows)

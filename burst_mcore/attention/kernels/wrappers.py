@@ -98,17 +98,17 @@ def _padded_to(inputs: BackwardInputs, dim: int, value_dim: int) -> BackwardInpu
     return inputs._replace(q=q, k=k, v=padded(inputs.v, value_dim), dout=padded(inputs.dout, value_dim))
 
 
-def leaves_small_tiles(kernel: Kernel, other: Kernel) -> Kernel:
+def leaves_small_tiles(kernel: Kernel, fallback: Kernel) -> Kernel:
     """Return `kernel`, with tiles of fewer than LEAST rows or keys left to another kernel.
 
-    The other must support the same problems. The first such tile is logged.
+    The fallback must support the same problems. The first such tile is logged.
     """
 
     def chosen(pattern: Pattern) -> Kernel:
         if min(pattern.shape) >= LEAST:
             return kernel
-        _tell(kernel.name, other.name)
-        return other
+        _tell(kernel.name, fallback.name)
+        return fallback
 
     def forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Scores) -> Results:
         return chosen(pattern).forward(q, k, v, pattern, scores)
@@ -120,8 +120,8 @@ def leaves_small_tiles(kernel: Kernel, other: Kernel) -> Kernel:
 
 
 @lru_cache
-def _tell(name: str, other: str) -> None:
-    logger.info("kernel %s: tiles of under %d rows or keys are left to %s", name, LEAST, other)
+def _tell(name: str, fallback: str) -> None:
+    logger.info("kernel %s: tiles of under %d rows or keys are left to %s", name, LEAST, fallback)
 
 
 def keeps_nan_where_seen(kernel: Kernel) -> Kernel:

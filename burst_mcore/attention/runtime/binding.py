@@ -142,7 +142,7 @@ class _Binder:
 
     def use(self, action: Action, place: int) -> None:
         """Note the buffers that the step before `place` uses."""
-        names: set[str | None] = {getattr(action, name, None) for name in ("buffer", "other", "into")}
+        names: set[str | None] = {getattr(action, name, None) for name in ("buffer", "addend", "into")}
         match action:
             case Compute():
                 self.read, self.computed = action.buffer, place
@@ -164,7 +164,7 @@ class _Binder:
                 total = None if action.into is None else self.room(action.into, action.rows, fresh=True)
                 return AccumulateStep(action, sums, total)
             case Add():
-                others = self.rows[action.other]
+                others = self.rows[action.addend]
                 sums = self.room(action.buffer, action.rows, fresh=action.first)
                 places = None if others is None or others == action.rows else relative_to(action.rows, others)
                 return AddStep(action, sums, places)

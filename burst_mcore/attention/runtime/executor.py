@@ -226,16 +226,16 @@ class Executor:
             self._keep_own(self._buffers.get(buffer), rows)
 
     def _add_step(self, step: binding.AddStep) -> None:
-        first, others = step.action.first, self._buffers[step.action.other]
-        sums = self._total(step.sums, others) if step.sums.kind == Kind.TOTAL else self._room(step.sums)
-        if sums is others:
+        first, addends = step.action.first, self._buffers[step.action.addend]
+        sums = self._total(step.sums, addends) if step.sums.kind == Kind.TOTAL else self._room(step.sums)
+        if sums is addends:
             return
-        for total, other in zip(sums, others, strict=True):
+        for total, addend in zip(sums, addends, strict=True):
             if step.places is None:
-                (total.copy_ if first else total.add_)(other)
+                (total.copy_ if first else total.add_)(addend)
                 continue
             assert not first
-            for to, values in scatter_views(total, step.places, other):
+            for to, values in scatter_views(total, step.places, addend):
                 to.add_(values)
 
     def _pack(self, action: Pack) -> None:
@@ -267,7 +267,7 @@ class Executor:
 
     def _drop(self, step: binding.Drop) -> None:
         block = self._buffers.pop(step.buffer, ())  # a member's parcel to itself has no buffer
-        if all([block is not other for other in self._buffers.values()]):
+        if all([block is not buffer for buffer in self._buffers.values()]):
             self._free(block)
 
     def _post(self, step: binding.Post) -> None:

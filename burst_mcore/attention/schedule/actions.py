@@ -176,19 +176,19 @@ class Accumulate(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Add(Generic[T]):
-    """Add the sum in `other`, of the same block, to the sum in `buffer`; if `first`, set it.
+    """Add the sum in `addend`, of the same block, to the sum in `buffer`; if `first`, set it.
 
     Afterwards the buffer holds `rows`.
     """
 
     step: int
     buffer: str
-    other: str
+    addend: str
     first: bool = False
     rows: Carried[T] = None
 
     def __str__(self) -> str:
-        return f"{self.buffer}{'' if self.first else '+'}={self.other}"
+        return f"{self.buffer}{'' if self.first else '+'}={self.addend}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ Carried = tuple[T, ...] | None
 program of all ranks at once T is `burst_plan.simulate.counted.Counted`, the number of rows."""
 
 
-def nothing(carried: Carried[T]) -> bool:
+def nothing(rows: Carried[T]) -> bool:
     """Return whether no rows are carried."""
-    return carried is not None and not carried
+    return rows is not None and not rows
 
 
 class Messages(Generic[T]):

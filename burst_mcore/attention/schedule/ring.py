@@ -53,8 +53,8 @@ def double_ring(
 
     Gradients: the owner keeps its local gradient. Within a round a sum starts with the block and follows it.
     The node's sum is complete one ring rank before the rank at which the block entered the node. There the
-    sum of the previous nodes is added, and the total leaves for the next node. Blocks of the same node,
-    except each rank's own block, come last (`visits`). Meanwhile the total of the other nodes returns, and
+    sum of the previous nodes is added, and both leave for the next node. Blocks of the same node,
+    except each rank's own block, come last (`visits`). Meanwhile the sum of the other nodes returns, and
     is added to this node's sum. A last message within the node carries it to the owner in the dtype of the
     result: only the owner's local gradient is still to be added.
 
@@ -88,7 +88,7 @@ class _RingWriter(Generic[T]):
         self.step = 0
         self.start = HOME
         """The buffer of the first block of the round."""
-        self.total, self.leaving = "", ""
+        self.block_sum, self.leaving = "", ""
         """The buffers of the growing sum, and of the sum being sent to the next node."""
         self.started: set[Channel] = set()
         """Channels with started messages."""
@@ -141,30 +141,30 @@ class _RingWriter(Generic[T]):
     def follow(self, i: int, j: int, source: int, *, starts: bool) -> None:
         """Add this step's gradients to the block's sum, new if it `starts` here, and send it on."""
         if starts:
-            self.total = _free(SUM, self.leaving)
+            self.block_sum = _free(SUM, self.leaving)
         else:
             self.wait(_INTRA_GRADIENT)
         self.accumulate(i, j, source)
         if j < self.intra - 1:
             comes, goes = (self.messages.read_until(self.owner_at(i, place), i, j) for place in (j + 1, j))
-            following = _free(SUM, self.total, self.leaving)
-            self.exchange(_INTRA_GRADIENT, following, self.total, comes, goes)
-            self.total = following
+            following = _free(SUM, self.block_sum, self.leaving)
+            self.exchange(_INTRA_GRADIENT, following, self.block_sum, comes, goes)
+            self.block_sum = following
         elif i > 0 or self.intra > 1:
             self.leave_node(i, j, source)
 
     def leave_node(self, i: int, j: int, source: int) -> None:
-        """Add the previous nodes' sum, and send the total to the next node, unless this node owns it."""
+        """Add the previous nodes' sum, and send both to the next node, unless this node owns the block."""
         self.wait(_INTER_GRADIENT)
         if not nothing(self.messages.read_until_round(source, (i or self.nodes) - 1)):
             first = nothing(self.messages.read_until(source, i, j))
             rows = self.messages.read_until_round(source, i) if i > 0 else self.messages.remote(source)
-            self.actions.append(Add(self.step, self.total, PARTIAL, first=first, rows=rows))
+            self.actions.append(Add(self.step, self.block_sum, PARTIAL, first=first, rows=rows))
         if i > 0 and (i < self.nodes - 1 or self.intra > 1):  # nodes of one rank: `bring_home` sends last
             owners = self.owner_at(i + 1, j), self.owner_at(i, j)
             comes, goes = (self.messages.read_until_round(owner, i) for owner in owners)
-            self.exchange(_INTER_GRADIENT, PARTIAL, self.total, comes, goes)
-            self.leaving = self.total
+            self.exchange(_INTER_GRADIENT, PARTIAL, self.block_sum, comes, goes)
+            self.leaving = self.block_sum
 
     def accumulate(self, i: int, j: int, source: int) -> None:
         if not self.messages.reads(source):
@@ -175,7 +175,7 @@ class _RingWriter(Generic[T]):
             return
         first = nothing(self.messages.read_until(source, i, j - 1))  # no earlier rank added to the sum
         rows = self.messages.read_until(source, i, j)
-        self.actions.append(Accumulate(self.step, source, self.total, first=first, rows=rows))
+        self.actions.append(Accumulate(self.step, source, self.block_sum, first=first, rows=rows))
 
     def bring_home(self) -> None:
         """Send every total to its owner: within the node, or between nodes of one ring rank."""
@@ -195,10 +195,10 @@ class _RingWriter(Generic[T]):
     def complete(self, rows: Carried[T]) -> None:
         """Write the total of these rows, with the last gradients, into the buffer for the owner."""
         last = self.actions[-1]
-        if isinstance(last, Accumulate) and last.buffer == self.total:
+        if isinstance(last, Accumulate) and last.buffer == self.block_sum:
             self.actions[-1] = replace(last, into=TOTAL)
         else:
-            self.actions.append(Add(self.step, TOTAL, self.total, first=True, rows=rows))
+            self.actions.append(Add(self.step, TOTAL, self.block_sum, first=True, rows=rows))
 
     def exchange(self, channel: Channel, into: str, out: str, comes: Carried[T], goes: Carried[T]) -> None:
         """Start receiving `into` from the ring rank before, and sending `out` to the one after."""

@@ -21,7 +21,7 @@ from burst_mcore.loss.checksums import checksum
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
 from burst_mcore.rollouts.trees import depths, nodes_of, padded
-from burst_mcore.transformers.errors import RefusedError, refuse
+from burst_mcore.transformers.errors import UnsupportedError, refuse
 from burst_mcore.words import digest
 
 logger = logging.getLogger("burst_mcore")
@@ -47,7 +47,7 @@ def collated(samples: Sequence[Any]) -> dict[str, Any]:
             them.
 
     Raises:
-        RefusedError: a sample has no input_ids, or other columns than the first.
+        UnsupportedError: a sample has no input_ids, or other columns than the first.
     """
     rows = [_numbers(sample if isinstance(sample, Mapping) else {"input_ids": sample}) for sample in samples]
     lengths = [len(row["input_ids"]) for row in rows]
@@ -56,9 +56,9 @@ def collated(samples: Sequence[Any]) -> dict[str, Any]:
     batch: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         if not all(name in row for row in rows):
-            raise RefusedError("batch", f"some samples of a batch have numbers as {name}, some have not")
+            raise UnsupportedError("batch", f"some samples of a batch have numbers as {name}, some have not")
         if name in CUMULATED and len(rows) > 1:
-            raise RefusedError("packed rows", f"{name} is of one row: {len(rows)} rows need position_ids")
+            raise UnsupportedError("packed rows", f"{name} is of one row: {len(rows)} rows need position_ids")
         values = [
             pad(row[name], (0, longest - n), value=fill.get(name, 0))
             if row[name].dim() == 1 and len(row[name]) == n and name not in CUMULATED
@@ -80,7 +80,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, Tensor]:
         except (TypeError, ValueError, RuntimeError):
             left_out.append(name)
     if "input_ids" not in columns:
-        raise RefusedError("batch", f"a sample has no input_ids of numbers; its columns are {', '.join(row)}")
+        raise UnsupportedError("batch", f"a sample has no input_ids of numbers, but columns {', '.join(row)}")
     if left_out:
         _warn_of_left_out(tuple(left_out))
     return columns
@@ -108,7 +108,7 @@ def prepared(
             later token, and is seen by no earlier one.
 
     Raises:
-        RefusedError: shapes that do not fit, or a mask that is more than padding.
+        UnsupportedError: shapes that do not fit, or a mask that is more than padding.
     """
     columns = ((name, x) for name, x in batch.items() if x is not None or name not in READ)
     batch = {name: _numbers_of(name, x) if name in READ else x for name, x in columns}
@@ -118,12 +118,12 @@ def prepared(
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
         value = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
         text = f"input_ids must be a tensor of integers [rows, tokens], got {value}"
-        raise RefusedError("batch", f"{text}. In their place may stand inputs_embeds [rows, tokens, hidden]")
+        raise UnsupportedError("batch", f"{text}, or give inputs_embeds [rows, tokens, hidden]")
     for name in ("position_ids", "labels", "shift_labels", WEIGHTS):
         column, kind = batch.get(name, ids), "" if name == WEIGHTS else "whole "
         if column.shape != ids.shape or (kind and column.is_floating_point()):
             value = f"{tuple(ids.shape)} as input_ids are, got {tuple(column.shape)} {column.dtype}"
-            raise RefusedError(name.removeprefix("shift_"), f"{name} must be {kind}numbers, {value}")
+            raise UnsupportedError(name.removeprefix("shift_"), f"{name} must be {kind}numbers, {value}")
     real = _real(batch.get("attention_mask"), ids)
     positions = _positions(batch, ids, real)
     shift_labels = batch.get("shift_labels")
@@ -140,7 +140,7 @@ def prepared(
         if name not in ("position_ids", "shift_labels", *DROPPED)
     }
     for name in (x for x in result if more and is_per_token(batch[x], n + more)):  # would be sharded as it is
-        raise RefusedError("batch", f"{name} has {n + more} entries a row, as if padded: give it {n}")
+        raise UnsupportedError("batch", f"{name} has {n + more} entries a row, as if padded: give it {n}")
     if TREE in result:
         result[TREE] = padded(result[TREE], more)
     if types in result and is_per_token(batch[types], n):
@@ -162,7 +162,7 @@ def sharded(batch: Mapping[str, Any], *, rank: int, size: int, layout: Layout | 
     }
 
 
-def apart(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def partition(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (columns of tokens, columns that the code of a model with towers reads) of a whole batch.
 
     Positions of several dims, as for images, are of the second kind: of [4, rows, tokens] the first are those
@@ -211,7 +211,7 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
     """cu_seqlens of each row of whole-sequence positions [rows, tokens].
 
     Raises:
-        RefusedError: a document after the first of a row does not begin at position 0.
+        UnsupportedError: a document after the first of a row does not begin at position 0.
     """
     ends = []
     for row, begins in zip(position_ids, starts(position_ids), strict=True):
@@ -221,7 +221,7 @@ def documents(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
             before, position = row[jumps[0] - 1 : jumps[0] + 1].tolist()
             jump = f"{before} at token {jumps[0] - 1} is followed by {position}"
             text = f"they must go on by one, or start again at 0; of the whole sequence {jump}"
-            raise RefusedError("position_ids", f"{text}. Was the batch sharded by another layout?")
+            raise UnsupportedError("position_ids", f"{text}. Was the batch sharded by another layout?")
         ends.append((*at.tolist(), len(row)))
     return tuple(ends)
 
@@ -230,7 +230,7 @@ def _numbers_of(name: str, column: Any) -> Tensor:
     try:
         return torch.as_tensor(column)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RefusedError("batch", f"{name} must be a tensor, or lists of numbers: {error}") from None
+        raise UnsupportedError("batch", f"{name} must be a tensor, or lists of numbers: {error}") from None
 
 
 def why_not_its_row(batch: Mapping[str, Any], real: Tensor) -> str | None:
@@ -250,11 +250,11 @@ def why_not_its_row(batch: Mapping[str, Any], real: Tensor) -> str | None:
 
 
 def _refuse_shifted(labels: Tensor, ids: Tensor) -> None:
-    """Raise RefusedError for labels that are each the next token, and not the token of their place."""
+    """Raise UnsupportedError for labels that are each the next token, and not the token of their place."""
     valid = labels[:, :-1] != IGNORED
     of_next, of_place = (labels[:, :-1] == x for x in (ids[:, 1:], ids[:, :-1]))
     if bool(valid.any()) and bool(of_next[valid].all()) and not bool(of_place[valid].all()):
-        raise RefusedError("labels", "they are shifted already, each the next token: give shift_labels")
+        raise UnsupportedError("labels", "they are shifted already, each the next token: give shift_labels")
 
 
 def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def _real(attention_mask: Tensor | None, ids: Tensor) -> Tensor:
     if attention_mask.shape != ids.shape or not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         value = f"{tuple(attention_mask.shape)} {attention_mask.dtype}"
         text = f"it may say which tokens are padding: 0 or 1, {tuple(ids.shape)}, got {value}"
-        raise RefusedError("attention_mask", f"{text}. Documents are told by position_ids or cu_seqlens")
+        raise UnsupportedError("attention_mask", f"{text}. Documents are told by position_ids or cu_seqlens")
     return attention_mask.bool()
 
 
@@ -276,7 +276,7 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
     position_ids: Tensor | None = batch.get("position_ids")
     after_padding = real & ~pad(real, (1, 0), value=True)[:, :-1]
     if bool((after_padding & (real.cumsum(1) > 1)).any()):
-        raise RefusedError("attention_mask", "padding between tokens of a row is not supported")
+        raise UnsupportedError("attention_mask", "padding between tokens of a row is not supported")
     at = torch.arange(n)
     begins = torch.zeros(rows, n, dtype=torch.bool)
     begins[:, 0] = True
@@ -284,7 +284,7 @@ def _positions(batch: Mapping[str, Any], ids: Tensor, real: Tensor) -> Tensor:
         are_integers, ends = not ends.is_floating_point(), ends.flatten().tolist()
         if not are_integers or rows != 1 or not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] > n:
             text = f"whole numbers must ascend from 0 to at most {n}, for one row; got {ends[:8]}"
-            raise RefusedError("cu_seqlens", text)
+            raise UnsupportedError("cu_seqlens", text)
         begins[0, [end for end in ends if end < n]] = True
     elif position_ids is not None:
         return _beside_padding(position_ids.long(), real)
@@ -301,7 +301,7 @@ def _beside_padding(positions: Tensor, real: Tensor) -> Tensor:
     begin = positions.gather(1, first)
     if bool(((first > 0) & (begin != 0)).any()):
         text = "behind padding in front they must begin at 0: number the tokens from 0, or leave them out"
-        raise RefusedError("position_ids", text)
+        raise UnsupportedError("position_ids", text)
     continuation = positions.gather(1, last) + at - last
     numbers = torch.where(at < first, at, torch.where(at > last, continuation, positions))
     return torch.where(real.any(1, keepdim=True), numbers, at)

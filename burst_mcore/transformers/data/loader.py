@@ -14,8 +14,8 @@ from torch import Tensor
 from burst_mcore.agreement.claims import Claim
 from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.layout import Layout
-from burst_mcore.transformers.data.batches import READ, apart, digest_of_batch, prepared, sharded
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.data.batches import READ, digest_of_batch, partition, prepared, sharded
+from burst_mcore.transformers.errors import UnsupportedError
 
 END = -1
 """The state of a rank without a batch; states of batches are digests, which are not negative."""
@@ -35,7 +35,7 @@ class ShardedLoader:
     Yields: input_ids, position_ids, shift_labels [rows, local tokens], on `device`, and what else came.
 
     Raises:
-        RefusedError: on all ranks of the group, where a rank's batch is not legal or differs.
+        UnsupportedError: on all ranks of the group, where a rank's batch is not legal or differs.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class ShardedLoader:
         with agreement.refusing(), contextlib.suppress(StopIteration):
             batch = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in _mapping(load()).items()}
             batch = batch if self.whole else self._prepare(batch)
-            state = digest_of_batch(apart(batch)[0] if self.whole else batch)
+            state = digest_of_batch(partition(batch)[0] if self.whole else batch)
         states = [*agreement.meet(Claim({}, (state,))).lengths]
         if END in states:
             if set(states) != {END}:
                 ranks = [rank for rank, state in enumerate(states) if state == END]
-                raise RefusedError("loader", f"it ended on ranks {ranks} of the CP group before others")
+                raise UnsupportedError("loader", f"it ended on ranks {ranks} of the CP group before others")
             return []
         assert batch is not None
         if self.own and self.group is not None:
@@ -95,7 +95,7 @@ class ShardedLoader:
         if len(set(states)) > 1:
             text = "ranks of a CP group were given different whole batches"
             sampler = "DistributedSampler(num_replicas=world // SP, rank=rank // SP), one seed"
-            raise RefusedError("batch", f"{text}: give all the same ({sampler}), or pass own=True")
+            raise UnsupportedError("batch", f"{text}: give all the same ({sampler}), or pass own=True")
         return [batch]
 
     def _part(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def shard_of_whole_batch(
         sharding: how batches are sharded: keyword arguments of `ShardedLoader`.
 
     Raises:
-        RefusedError: on all ranks, where a rank's batch is not legal or differs.
+        UnsupportedError: on all ranks, where a rank's batch is not legal or differs.
     """
     batch = {name: x for name, x in arguments.items() if isinstance(x, Tensor) or name in READ}
     ids = arguments.get("input_ids")
@@ -134,4 +134,4 @@ def _mapping(batch: Any) -> Mapping[str, Any]:
         batch = batch[0]
     if isinstance(batch, Tensor):
         return {"input_ids": batch}
-    raise RefusedError("batch", f"it must be a dict with input_ids, or a tensor; got {type(batch).__name__}")
+    raise UnsupportedError("batch", f"give a dict with input_ids or a tensor, got {type(batch).__name__}")

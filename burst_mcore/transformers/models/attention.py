@@ -31,7 +31,7 @@ from burst_mcore.mask.terms import Ranges, Window
 from burst_mcore.recurrent.bound import Mixing
 from burst_mcore.rollouts.columns import Columns
 from burst_mcore.rollouts.trees import tree_mask
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 NAME = "burst"
 """The attn_implementation."""
@@ -97,7 +97,7 @@ class LayerMask:
         keys = key if isinstance(key, tuple) else (key,)
         everything = (slice(None), slice(0, None))
         if not all(k is Ellipsis or (isinstance(k, slice) and k in everything) for k in keys):
-            raise RefusedError("mask", f"the model takes a part of a layer's mask, [{key}]: not supported")
+            raise UnsupportedError("mask", f"the model takes a part of a layer's mask, [{key}]: unsupported")
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -111,7 +111,7 @@ class LayerMask:
 del LayerMask.__dataclass_fields__, Mixing.__dataclass_fields__
 
 
-class _NoTensorError(RefusedError, AttributeError):  # type: ignore[misc]  # both have a `name`
+class _NoTensorError(UnsupportedError, AttributeError):  # type: ignore[misc]  # both have a `name`
     """Of a mask that is asked for what a tensor has: `hasattr` says no."""
 
 
@@ -153,21 +153,21 @@ def mask_of(
     """transformers' mask interface: the mask of a kind of layers, from the function that describes it.
 
     Raises:
-        RefusedError: it is made of other parts than causal attention, windows, chunks, blocks of tokens that
+        UnsupportedError: it has other parts than causal attention, windows, chunks, blocks of tokens that
             see each other, and packed documents; or later tokens are seen outside of such blocks.
     """
     sequence = current()
     if sequence is None:
         where = 'attn_implementation="burst" works in forwards of models that burst has prepared'
         before = "generate makes masks before them for static caches, which are unsupported"
-        raise RefusedError("attention outside of an engine", f"{where}. {before}: use a DynamicCache")
+        raise UnsupportedError("attention outside of an engine", f"{where}. {before}: use a DynamicCache")
     if isinstance(attention_mask, LayerMask):
         return attention_mask
     if attention_mask is not None and sequence.entering is None and not bool(attention_mask.all()):
-        raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
+        raise UnsupportedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
     masks = sequence.masks(mask_function, batch_size)
     if not all(map(_looks_back, masks)):
-        raise RefusedError("mask", "the model asks for attention that is not causal")
+        raise UnsupportedError("mask", "the model asks for attention that is not causal")
     windows = (term.left for term in masks[0].all_terms() if isinstance(term, Window))
     window = min((left + 1 for left in windows if left is not None), default=None)
     if sequence.columns.tree is not None:
@@ -205,13 +205,13 @@ def _read(function: Any, row: int, ends: tuple[int, ...]) -> Mask:
         case "padding_mask_function":
             return Mask.full()  # checked to hide nothing
         case _:
-            raise RefusedError("mask", f"the model asks for a mask that is not supported: {name}")
+            raise UnsupportedError("mask", f"the model asks for a mask that is not supported: {name}")
 
 
 def _blocks(ids: Tensor, row: int, ends: tuple[int, ...]) -> Mask:
     """Return the mask in which the tokens of a document that have one id, 0 or more, see each other."""
     if len(ids) != ends[-1] and bool((ids >= 0).any()):
-        raise RefusedError("mask", f"unsupported: the model makes blocks of {len(ids)} of {ends[-1]} tokens")
+        raise UnsupportedError("mask", f"the model makes blocks of {len(ids)} of {ends[-1]} tokens")
     numbers, counts = (x.tolist() for x in ids.unique_consecutive(return_counts=True))
     blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, (first, last) in zip(numbers, pairwise(accumulate(counts, initial=0)), strict=True):
@@ -219,7 +219,7 @@ def _blocks(ids: Tensor, row: int, ends: tuple[int, ...]) -> Mask:
             document = bisect(ends, first)
             if last > ends[document]:
                 block = f"tokens [{first}, {last}) of row {row} are one block"
-                raise RefusedError("mask", f"{block}, and a document ends at {ends[document]} within it")
+                raise UnsupportedError("mask", f"{block}, and a document ends at {ends[document]} within it")
             blocks.setdefault((document, number), []).append((first, last))
     pairs = [pair for runs in blocks.values() for pair in product(runs, runs)]
     return Mask.ranges([of_q for of_q, _ in pairs], [of_k for _, of_k in pairs])
@@ -257,26 +257,26 @@ def attend(
         [batch, local sequence, heads, value_dim], and None.
 
     Raises:
-        RefusedError: the model asks for what this attention does not do; it is named.
+        UnsupportedError: the model asks for what this attention does not do; it is named.
     """
     name = type(module).__name__
     if not isinstance(attention_mask, LayerMask):
         kind = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
-        raise RefusedError("model", f"{name} got {kind} that does not come from transformers' mask interface")
+        raise UnsupportedError("model", f"{name} got {kind} that is not of transformers' mask interface")
     if dropout:
-        raise RefusedError("dropout", f"{name} has attention dropout {dropout}: set attention_dropout to 0")
+        raise UnsupportedError("dropout", f"{name} has attention dropout {dropout}: set attention_dropout=0")
     has_blocks = any(isinstance(term, Ranges) for mask in attention_mask.masks for term in mask.all_terms())
     if arguments.get("is_causal", getattr(module, "is_causal", True)) is False and not has_blocks:
-        raise RefusedError("mask", f"{name} asks for attention that is not causal")
+        raise UnsupportedError("mask", f"{name} asks for attention that is not causal")
     if arguments.get("output_attentions"):
-        raise RefusedError("output_attentions", "attention weights are never made")
+        raise UnsupportedError("output_attentions", "attention weights are never made")
     if sliding_window is not None and sliding_window != attention_mask.window:
         windows = f"a sliding_window of {sliding_window}, its mask one of {attention_mask.window}"
-        raise RefusedError("mask", f"{name} has {windows}")
+        raise UnsupportedError("mask", f"{name} has {windows}")
     unknown = [k for k, x in arguments.items() if isinstance(x, Tensor) and k not in UNDERSTOOD]
     if unknown:
         hands = f"{name} hands {', '.join(unknown)} to its attention, which is not supported"
-        raise RefusedError("model", f"{hands}: leave out of the batch what the model need not have")
+        raise UnsupportedError("model", f"{hands}: leave out of the batch what the model need not have")
     sequence, masks = attention_mask.sequence, attention_mask.masks
     _note_arrival(sequence, module)
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding leaves q and k in float32
@@ -306,7 +306,7 @@ def _attend_to_cache(
     """Attend from a few new tokens to all keys of a cache, which every rank has, in plain torch."""
     if layer_mask.sequence.last is not None:  # each rank has a shard of the new tokens
         text = f"a forward over shards attends to {k.shape[1] - q.shape[1]} tokens of a cache"
-        raise RefusedError("cache", f"{text} that was handed to the model inside (prefix tuning?)")
+        raise UnsupportedError("cache", f"{text} that was handed to the model inside (prefix tuning?)")
     end = layer_mask.offset + q.shape[1]
     queries = torch.arange(layer_mask.offset, end, device=q.device)
     keys = torch.arange(end - k.shape[1], end, device=q.device)  # a cache of a window forgets the first

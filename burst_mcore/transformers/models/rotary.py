@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.attention import current
 
 
@@ -39,7 +39,7 @@ def _with_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     positions = arguments.get("position_ids")
     if len(args) > 2 or not isinstance(positions, torch.Tensor) or positions.dim() != 2:
         takes = "takes the length of the sequence from elsewhere than position_ids [rows, tokens]"
-        raise RefusedError("model", f"{type(module).__name__} {takes}")
+        raise UnsupportedError("model", f"{type(module).__name__} {takes}")
     last = positions.new_full((positions.shape[0], 1), sequence.last)
     return (), {**arguments, "position_ids": torch.cat([positions, last], 1)}
 

@@ -18,7 +18,7 @@ from burst_mcore.config import BurstConfig
 from burst_mcore.layout import Layout, positions
 from burst_mcore.loss.whole import Factor, WholeLoss, WholeTokens
 from burst_mcore.recurrent.bound import awaits_mask, missing_calls, mixers_of
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models import supported
 from burst_mcore.transformers.models.attention import Sequence, running
 from burst_mcore.transformers.models.randomness import noise_of_whole, own_draws
@@ -112,7 +112,7 @@ class SequenceParallel:
         return out.to_tuple() if as_tuple and not isinstance(out, Tensor) else out
 
     def _refuse_other_attention(self, sequence: Sequence) -> None:
-        """Raise RefusedError if attention did not come here: it saw this rank's shard alone."""
+        """Raise UnsupportedError if attention did not come here: it saw this rank's shard alone."""
         if self.trusted or sequence.last is None:  # of whole sequences each rank may attend as it will
             return
         places = [
@@ -125,7 +125,7 @@ class SequenceParallel:
         if places or not (sequence.reached or mixers_of(self.model)):
             elsewhere = "attends, or mixes tokens, elsewhere than by transformers' interface"
             where = ", ".join(places[:3]) or "no attention module was found"
-            raise RefusedError("model", f"{type(self.model).__name__} {elsewhere}: {where}")
+            raise UnsupportedError("model", f"{type(self.model).__name__} {elsewhere}: {where}")
 
     def with_whole_loss(self, out: Any) -> Any:
         """Return the output of a shard's forward with the loss of the whole sequence."""
@@ -181,7 +181,7 @@ class SequenceParallel:
             indices = keep[None]
         if indices.dim() > 1:
             text = f"it must be a number of last tokens, or indices [chosen] of {tokens} tokens"
-            raise RefusedError(KEEP, f"{text}, got {brief(keep.tolist())}")
+            raise UnsupportedError(KEEP, f"{text}, got {brief(keep.tolist())}")
         layout, size = Layout.of(self.config.layout), self.topology.size
         shard = positions(layout.padded(tokens, size), rank=self.topology.rank, size=size, layout=layout)
         rows = torch.full((len(shard) * size,), -1).scatter(0, shard, torch.arange(len(shard)))[indices]

@@ -24,9 +24,9 @@ from burst_mcore.layout import unshard
 from burst_mcore.loss.whole import gathered
 from burst_mcore.recurrent.bound import mixers_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
-from burst_mcore.transformers.data.batches import OF_TOWERS, apart, digest_of_batch, documents, summary
+from burst_mcore.transformers.data.batches import OF_TOWERS, digest_of_batch, documents, partition, summary
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
-from burst_mcore.transformers.errors import RefusedError, refuse
+from burst_mcore.transformers.errors import UnsupportedError, refuse
 from burst_mcore.transformers.models.attention import Sequence
 from burst_mcore.transformers.models.sequence import KEEP, Forward, SequenceParallel, kept, tokens_of
 from burst_mcore.transformers.models.supported import asks_for_fused_head, switched_attention
@@ -82,7 +82,7 @@ class _Forwards:
         n, last, limit = all_positions.shape[1], int(all_positions.max()), self.hooks.max_positions
         if limit is not None and last >= limit:  # on all ranks alike
             text = f"the model has embeddings of {limit} positions, the sequence has {last + 1}"
-            raise RefusedError("position_ids", f"{text}: cut the sample, or pack shorter documents")
+            raise UnsupportedError("position_ids", f"{text}: cut the sample, or pack shorter documents")
         if has_loss:
             arguments["labels"] = arguments["shift_labels"]
             if arguments.get("num_items_in_batch") is None:
@@ -105,20 +105,20 @@ class _Forwards:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if not isinstance(ids, Tensor) or not isinstance(positions, Tensor):
             text = "a forward over sharded sequences needs position_ids beside input_ids or inputs_embeds"
-            raise RefusedError("position_ids", f"{text}: take batches from burst.shard_loader or cp.loader")
+            raise UnsupportedError("position_ids", f"{text}: use batches of burst.shard_loader or cp.loader")
         if positions.dim() == 2 and len(positions) == 1:
             positions = positions.expand(ids.shape[0], -1)
         self._refuse_columns({**arguments, "position_ids": positions}, ids.shape[:2])
         if targets is None and labels is not None:
             if self.hooks.topology.size > 1:
                 text = "labels must be shifted before the sequence is sharded: give shift_labels"
-                raise RefusedError("labels", f"{text}, as burst.shard_loader and cp.loader do")
+                raise UnsupportedError("labels", f"{text}, as burst.shard_loader and cp.loader do")
             targets = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
-            raise RefusedError("attention_mask", "masks by kinds of layers are not supported: give one")
+            raise UnsupportedError("attention_mask", "masks by kinds of layers are not supported: give one")
         if _hides_tokens(mask):
-            raise RefusedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
+            raise UnsupportedError("attention_mask", "take padding out, by burst.shard_loader or cp.loader")
         arguments = {**arguments, "position_ids": positions, "attention_mask": None, "shift_labels": targets}
         if targets is None:
             del arguments["shift_labels"]
@@ -126,7 +126,7 @@ class _Forwards:
         return arguments, positions, self._counted(ids, targets)
 
     def _refuse_whole_answers(self, arguments: dict[str, Any]) -> None:
-        """Raise RefusedError where a shard is asked for what only the whole sequence has."""
+        """Raise UnsupportedError where a shard is asked for what only the whole sequence has."""
         if self.hooks.group is None:
             return
         of_config = getattr(self.hooks.model.config, "output_router_logits", False)
@@ -149,23 +149,23 @@ class _Forwards:
         count, *tokens = torch.stack([valid.sum(), *labels.where(valid, 0).aminmax(), *ends]).tolist()
         if not 0 <= min(tokens) <= max(tokens) < size:
             numbers = f"[0, {size}), or {IGNORED} for no label, got {min(tokens)} to {max(tokens)}"
-            raise RefusedError("labels", f"tokens and labels must be in {numbers}")
+            raise UnsupportedError("labels", f"tokens and labels must be in {numbers}")
         return int(count)
 
     def _refuse_columns(self, arguments: dict[str, Any], shape: torch.Size) -> None:
-        """Raise RefusedError for columns that do not go with a shard of the tokens."""
+        """Raise UnsupportedError for columns that do not go with a shard of the tokens."""
         for name, x in arguments.items():
             value = [*x.shape] if isinstance(x, Tensor) else type(x).__name__
             if name in ("position_ids", WEIGHTS, self.hooks.types) and x is not None and value != [*shape]:
-                raise RefusedError(name, f"they must be {[*shape]} as the tokens are, got {value}")
+                raise UnsupportedError(name, f"they must be {[*shape]} as the tokens are, got {value}")
             if name in OF_TOWERS and x is not None:
-                raise RefusedError("batch", f"{name} are merged with whole sequences: give inputs_embeds")
+                raise UnsupportedError("batch", f"{name} are merged with whole sequences: give inputs_embeds")
 
     def _compared(self, numbers: list[list[int]]) -> tuple[list[int], int]:
         """Return (tokens of each rank, labels of all ranks), if the numbers of all ranks go together."""
         batch, lengths, labels, trees, *columns = (list(column) for column in zip(*numbers, strict=True))
         if len(set(batch)) > 1:
-            raise RefusedError("batch", f"the ranks of the CP group have {batch} rows of one batch")
+            raise UnsupportedError("batch", f"the ranks of the CP group have {batch} rows of one batch")
         for name, column in zip(("shift_labels", self.hooks.types), columns, strict=True):
             ranks = [rank for rank, has_column in enumerate(column) if has_column]
             differ = f"ranks {ranks} of the CP group have {name}, the others none"
@@ -185,7 +185,7 @@ class _Forwards:
             return unshard(parts, 1, layout=self.hooks.config.layout)
         except ValueError as error:
             text = f"{error}. Was the batch sharded by another, or is this generate without its cache?"
-            raise RefusedError("layout", text) from None
+            raise UnsupportedError("layout", text) from None
 
     def _has_cache(self, arguments: dict[str, Any], is_whole: bool) -> bool:
         """Return whether a forward has a cache, or makes one, as MiniMax does of a whole batch."""
@@ -205,7 +205,7 @@ class _Forwards:
         part, batch = shard_of_whole_batch(columns | checksums, sharding, self.hooks.group)
         part = {name: x for name, x in part.items() if name not in (KEEP, *checksums)}
         if has_labels and keep is not None:
-            raise RefusedError(KEEP, "a loss is of all tokens: leave it out, or the labels")
+            raise UnsupportedError(KEEP, "a loss is of all tokens: leave it out, or the labels")
         tokens = tokens_of(arguments).shape[1]
         of_fused_head = asks_for_fused_head(arguments)
         if not has_labels and not of_fused_head:
@@ -230,7 +230,7 @@ class _Forwards:
     def _columns(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Return (columns of tokens, other columns, what ranks compare of these) of whole arguments."""
         columns: dict[str, Any] = {**arguments, KEEP: kept(arguments)}
-        columns, of_towers = (columns, {}) if self.hooks.text is None else apart(columns)
+        columns, of_towers = (columns, {}) if self.hooks.text is None else partition(columns)
         checksums = {
             f"of {name} {i}": summary(each)
             for name, x in arguments.items()
@@ -252,20 +252,20 @@ class _Forwards:
     def _generating(self, arguments: dict[str, Any]) -> Forward:
         """Prepare a forward of `generate`, with a cache: ranks have all tokens; a prompt is sharded here."""
         if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
-            raise RefusedError("labels", "a forward with a cache has no loss")
+            raise UnsupportedError("labels", "a forward with a cache has no loss")
         cache: Any = arguments.get(cache_name(arguments) or "")
         if any(hasattr(layer, "max_cache_len") for layer in getattr(cache, "layers", ())):
-            raise RefusedError("cache", "static caches are unsupported: use the default, a DynamicCache")
+            raise UnsupportedError("cache", "static caches are unsupported: use the default, a DynamicCache")
         has_tokens = cache is not None and not all(cache.is_linear)  # a cache of states alone counts none
         before, n = int(cache.get_seq_length()) if has_tokens else 0, tokens_of(arguments).shape[1]
         if self.hooks.group is not None and (before or n == 1):  # each rank goes on by itself
-            positions, places = apart(arguments)[0].get("position_ids"), torch.arange(before, before + n)
+            positions, places = partition(arguments)[0].get("position_ids"), torch.arange(before, before + n)
             is_whole = positions is None or torch.equal(positions.cpu(), places.expand(positions.shape))
         else:
             is_whole = self._alike(arguments)
         if not is_whole:
             text = "a forward with a cache takes all tokens on every rank of a group, as generate does"
-            raise RefusedError("cache", f"{text}: these are a shard, or other ranks have other tokens")
+            raise UnsupportedError("cache", f"{text}: these are a shard, or other ranks have other tokens")
         if before or n == 1 or self.hooks.group is None or mixers_of(self.hooks.model):  # none has all states
             return Sequence(Topology.single(), self.hooks.config, before + n), arguments, _unchanged
         return self._prompt(arguments, n)
@@ -275,7 +275,7 @@ class _Forwards:
         from transformers import DynamicCache
 
         if _hides_tokens(arguments.get("attention_mask")):
-            raise RefusedError("attention_mask", "prompts must be of one length: padding is not supported")
+            raise UnsupportedError("attention_mask", "prompts must be of one length: padding is unsupported")
         name, group, layout = cache_name(arguments), self.hooks.group, self.hooks.config.layout
         assert name is not None and group is not None
         cache, beside = arguments[name], (name, "use_cache", "cache_position")

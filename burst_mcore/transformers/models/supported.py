@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from burst_mcore.recurrent.bound import MIXERS, bind, mixers_of
-from burst_mcore.transformers.errors import RefusedError, refuse
+from burst_mcore.transformers.errors import UnsupportedError, refuse
 from burst_mcore.transformers.models.attention import NAME, current, register
 
 MIXING = ("linear_attention", "mamba", "hybrid", "conv")
@@ -45,7 +45,7 @@ def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
         The model of transformers, where `model` wraps one.
 
     Raises:
-        RefusedError: not a model of transformers, or one whose tokens meet elsewhere than in the attention
+        UnsupportedError: not a model of transformers, or one whose tokens meet elsewhere than in attention
             that is supported.
     """
     inner = _of_transformers(model)
@@ -58,7 +58,7 @@ def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
         if any(kind in MIXING for kind in _kinds(inner.config.get_text_config())):
             bind(inner, lambda: sequence.mixing if (sequence := current()) else None)
     except ValueError as error:
-        raise RefusedError("model", str(error)) from None
+        raise UnsupportedError("model", str(error)) from None
     return inner
 
 
@@ -260,7 +260,7 @@ def check_loss(model: Any) -> None:
         if sequence is None or sequence.last is None:  # whole sequences: the model's own affair
             return loss_function(*args, **kwargs)
         if kwargs.get("shift_labels") is None or kwargs.get("num_items_in_batch") is None:
-            raise RefusedError("model", f"{name} does not hand its loss shift_labels and num_items_in_batch")
+            raise UnsupportedError("model", f"{name} hands its loss no shift_labels and num_items_in_batch")
         has_weights = sequence.columns.weights is not None
         return (sequence.columns.loss if has_weights else loss_function)(*args, **kwargs)
 
@@ -276,7 +276,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 def _of_transformers(model: nn.Module) -> Any:
     for transformer in _models_in(model):
         return transformer
-    raise RefusedError("model", f"{type(model).__name__} is no model of transformers")
+    raise UnsupportedError("model", f"{type(model).__name__} is no model of transformers")
 
 
 def _models_in(model: nn.Module) -> Iterator[nn.Module]:

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from burst_mcore.layout import shard
 from burst_mcore.recurrent.bound import awaits_mask
 from burst_mcore.transformers.data.batches import is_per_token
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.attention import Sequence, current
 
 DEEP = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
@@ -66,7 +66,7 @@ def _sharded(name: str, sequence: Sequence, arguments: dict[str, Any]) -> dict[s
         elif isinstance(x, Tensor | list | tuple) and key not in NOT_OF_TOKENS and _has_numbers(x):
             shape = f"{[*x.shape]}" if isinstance(x, Tensor) else f"of {len(x)} tensors"
             text = f"{key} {shape} enters {name} whole, and nobody shards it"
-            raise RefusedError("batch", f"{text}: leave out of the batch what the model need not have")
+            raise UnsupportedError("batch", f"{text}: leave out of the batch what the model need not have")
     return parts
 
 

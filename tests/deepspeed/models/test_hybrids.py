@@ -16,7 +16,7 @@ from zoo import VOCABULARY, model_of, sharded, worst
 from burst_mcore.agreement.claims import OthersError
 from burst_mcore.recurrent import bound
 from burst_mcore.torch import parallelize
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.supported import use_burst
 
 EVERY = (
@@ -124,13 +124,15 @@ def test_a_kernel_without_a_state_is_refused_when_a_model_is_prepared(monkeypatc
     plain = getattr(getattr(module, bound.MAMBA2), "replaces", getattr(module, bound.MAMBA2))
     wraps = use_kernel_func_from_hub_with_fallback("chunk_scan", package.__name__)
     monkeypatch.setattr(module, bound.MAMBA2, wraps(plain))
-    with pytest.raises(RefusedError, match=r"\(model\): kernel <lambda> takes no initial_states or return_f"):
+    with pytest.raises(
+        UnsupportedError, match=r"\(model\): kernel <lambda> takes no initial_states or return_f"
+    ):
         use_burst(model, 2)
 
 
 @on_ranks(2)
 def test_a_scattered_layout_and_a_mixer_of_another_way_are_refused(rank, size):
-    with pytest.raises(RefusedError, match="layout striped shards neighbouring tokens"):
+    with pytest.raises(UnsupportedError, match="layout striped shards neighbouring tokens"):
         sharded(model_of("lfm2"), batch_of([[64], [64]]), layout="striped")
     others = {
         "lfm2": ("causal_conv1d_fn", lambda hidden_states, **_: hidden_states),
@@ -139,7 +141,7 @@ def test_a_scattered_layout_and_a_mixer_of_another_way_are_refused(rank, size):
     for name, (called, forward) in others.items():
         model = model_of(name)
         next(iter(bound.mixers_of(model).values())).forward = forward
-        with pytest.raises(RefusedError, match=f"{called}, called 0 times instead of 1"):
+        with pytest.raises(UnsupportedError, match=f"{called}, called 0 times instead of 1"):
             sharded(model, batch_of([[64], [64]]))
 
 
@@ -154,9 +156,9 @@ def test_masks_that_differ_between_layers_are_refused(rank, size):
         "masks by kinds of layers are not supported: give one",
     )
     for part in cp.loader([batch]):
-        with pytest.raises(OthersError if rank else RefusedError, match=words[rank == 0]):
+        with pytest.raises(OthersError if rank else UnsupportedError, match=words[rank == 0]):
             model(**part, **({"attention_mask": packed} if rank == 0 else {}))
-    with pytest.raises(RefusedError, match="attention_mask must be a tensor, or lists of numbers"):
+    with pytest.raises(UnsupportedError, match="attention_mask must be a tensor, or lists of numbers"):
         next(iter(cp.loader([{**batch, "attention_mask": packed}])))
 
 

@@ -21,7 +21,7 @@ from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.deepspeed.initialize import prepare_for_engine
 from burst_mcore.deepspeed.section import Section
 from burst_mcore.torch import parallelize
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.attention import Sequence, attend, mask_of, running
 
 TEXT = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
@@ -232,7 +232,7 @@ def test_masks_that_are_not_supported_are_refused_by_name():
 
     causal, ids = hf.causal_mask_function, torch.zeros(1, 4, dtype=torch.int64)
     own = {"batch_size": 1, "q_length": 4, "kv_length": 4}
-    with pytest.raises(RefusedError, match="attention outside of an engine"):
+    with pytest.raises(UnsupportedError, match="attention outside of an engine"):
         mask_of(**own, mask_function=causal)
     for function, words in (
         (causal_mask_function, "a mask that is not supported: test_masks_of_models.test_masks_that_are_not"),
@@ -242,12 +242,12 @@ def test_masks_that_are_not_supported_are_refused_by_name():
         (hf.or_masks(causal, hf.sliding_window_overlay(3)), "asks for attention that is not causal"),
         (
             hf.or_masks(causal, hf.blockwise_overlay(ids)),
-            "unsupported: the model makes blocks of 4 of 8 tokens",
+            "the model makes blocks of 4 of 8 tokens",
         ),
     ):
         sequence = Sequence(Topology.single(), BurstConfig(), 8)
-        with running(sequence), pytest.raises(RefusedError, match=re.escape(words)):
+        with running(sequence), pytest.raises(UnsupportedError, match=re.escape(words)):
             mask_of(**own, mask_function=function)
     q = torch.randn(1, 2, 8, 4)
-    with pytest.raises(RefusedError, match="Linear got no mask"):
+    with pytest.raises(UnsupportedError, match="Linear got no mask"):
         attend(torch.nn.Linear(1, 1), q, q, q, None)

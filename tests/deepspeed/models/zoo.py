@@ -1,4 +1,4 @@
-"""Every causal LM that transformers names, tiny: is it the same over a CP group, or refused?"""
+"""Every causal LM that transformers names, tiny: is it the same over a CP group, or unsupported?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.deepspeed.initialize import prepare_for_engine
 from burst_mcore.deepspeed.section import KEY, section_of
 from burst_mcore.transformers.data.loader import ShardedLoader
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.supported import types_of, use_burst
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -176,7 +176,7 @@ def _has(config: Any, key: str) -> bool:
 
 
 def outcomes(rank: int, size: int, names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
-    """Of each name (outcome, words): equal, wrong, refused, crashed, not built."""
+    """Of each name (outcome, words): equal, wrong, unsupported, crashed, not built."""
     torch.manual_seed(1)
     torch.use_deterministic_algorithms(False)  # several models have operators that have no other way
     ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS))
@@ -207,8 +207,8 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
     other = copy.deepcopy(model)
     try:
         use_burst(other, 2)
-    except RefusedError as error:
-        return "refused", str(error)
+    except UnsupportedError as error:
+        return "unsupported", str(error)
     batch = batch | {name: blocks() for name in (types_of(model),) if name}
     try:
         want = model(**batch).loss
@@ -217,8 +217,8 @@ def _outcome(name: str, batch: dict[str, Any]) -> tuple[str, str]:
         return "not built", f"the plain model fails: {type(error).__name__}: {str(error)[:200]}"
     try:
         found = sharded(other, batch)
-    except RefusedError as error:
-        return "refused", str(error)
+    except UnsupportedError as error:
+        return "unsupported", str(error)
     except Exception as error:
         return "crashed", f"{type(error).__name__}: {str(error)[:300]}"
     loss, error = abs(found.item() / want.item() - 1), worst(other, model)
@@ -279,13 +279,13 @@ def _refuse_large(config: Any) -> None:
 
 
 def _as_it_is(name: str, error: Exception) -> tuple[str, str]:
-    """Of a model that does not fit into a tiny configuration: whether its own, on no device, is refused."""
+    """Of a model that does not fit into a tiny configuration: whether it is unsupported at full size."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](), attn_implementation="eager")
         use_burst(model, 2)
-    except RefusedError as refused:
-        return "refused", str(refused)
+    except UnsupportedError as refusal:
+        return "unsupported", str(refusal)
     except Exception as again:
         return "not built", f"{type(again).__name__}: {str(again)[:200]}"
     return "not built", f"{type(error).__name__}: {str(error)[:200]}"
@@ -314,12 +314,12 @@ def page(found: dict[str, tuple[str, str]]) -> str:
         "",
         ", ".join(f"`{name}`" for name in equal),
         "",
-        "**Refused** when the model is prepared; for a mask, or attention elsewhere, in the first forward:",
+        "**Unsupported**: an error in preparation; for a mask, or attention elsewhere, in the first forward:",
         "",
         "| models | reason |",
         "|---|---|",
     ]
-    for outcome, last in (("refused", ""), ("not built", "Not compared")):
+    for outcome, last in (("unsupported", ""), ("not built", "Not compared")):
         reasons: dict[str, list[str]] = {}
         for name, (what, words) in found.items():
             if what == outcome:
@@ -335,7 +335,7 @@ def _reason(words: str) -> str:
     """What a refusal says, without the class that it begins with, and without the legal kinds of layers."""
     words = " ".join(words.split()).replace("|", "/").partition("; supported are ")[0]
     head, _, rest = words.partition("): ")
-    if not head.startswith("refused ("):
+    if not head.startswith("unsupported ("):
         return words
     subject, _, reason = rest.partition(" ")
     return reason if subject != subject.lower() else rest

@@ -13,7 +13,7 @@ from trainers import forget
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.transformers.data.batches import collated
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.trainer import REPLACED, with_groups
 
 pytest.importorskip("accelerate")
@@ -65,7 +65,7 @@ def test_a_group_that_is_not_there(rank, size, tmp_path, caplog):
         model, arguments = model_of(), arguments_of(str(tmp_path), None, **{**options(), "max_steps": 2})
         setting, caplog_before = WARNED.get(name), len(caplog.records)
         words = f"sp_size=2 needs {SP_CALL}, and {CP_CALL} was called: call the first, or write cp_size=2"
-        with nullcontext() if setting else pytest.raises(RefusedError, match=re.escape(words)):
+        with nullcontext() if setting else pytest.raises(UnsupportedError, match=re.escape(words)):
             trainer = Trainer(model, arguments, train_dataset=UNEQUAL, data_collator=collated)
             trainer.train()
             trainer.evaluate(UNEQUAL[:2])
@@ -86,7 +86,7 @@ def test_another_engine(monkeypatch):
     sizes = SimpleNamespace(sp_size=2, cp_size=1)
     one = SimpleNamespace(parallelism_config=sizes, num_processes=2, distributed_type="FSDP")
     error = "sp_size=2 needs DeepSpeed: give the Trainer its JSON as deepspeed=, or Accelerator a De"
-    with pytest.raises(RefusedError, match=error):
+    with pytest.raises(UnsupportedError, match=error):
         prepare(one, "model")
     one.distributed_type = "DEEPSPEED"
     assert prepare(one, "model") == ("model",)
@@ -101,7 +101,7 @@ def test_replacements_are_restored_in_any_order(first):
 
     _replace()
     prepare = Accelerator.prepare
-    with pytest.raises(RefusedError, match=r"refused \(config\): .*lay_out"):
+    with pytest.raises(UnsupportedError, match=r"unsupported \(config\): .*lay_out"):
         replace_context_parallel(config={"lay_out": "striped"})
     assert Accelerator.prepare is prepare
     _replace("sp", "cp")

@@ -1,5 +1,10 @@
 """transformers' Trainer over CP groups, held to the plain Trainer in one process."""
 
+import json
+import re
+from pathlib import Path
+
+import forked
 import numpy as np
 import pytest
 import torch
@@ -7,11 +12,11 @@ import torch.distributed as dist
 from causal_lms import THREE_STEPS, hybrid_of
 from engines import SMALL, dataset, model_of, quiet, worst
 from ranks import on_ranks, processes
-from trainers import accuracy, forget, logged
+from trainers import accuracy, forget, logged, texts, tokenizer
 
 import burst_mcore.deepspeed as burst
 from burst_mcore.transformers.data.batches import collated
-from burst_mcore.transformers.errors import RefusedError
+from burst_mcore.transformers.errors import UnsupportedError
 
 pytest.importorskip("accelerate")
 
@@ -341,7 +346,7 @@ def test_what_a_trainer_is_refused(rank, size, tmp_path):
             model, arguments_of(str(tmp_path), 2, stage=3, **options), train_dataset=UNEQUAL,
             data_collator=collated, eval_dataset=UNEQUAL[:2],
         )  # fmt: skip
-        with pytest.raises(RefusedError, match=words):
+        with pytest.raises(UnsupportedError, match=words):
             getattr(trainer, does)()
         forget()
 
@@ -396,3 +401,37 @@ def _resumed(rank, size, sp, folder, resumes):
 )
 def test_resume_in_the_middle_of_an_epoch(sp, size, resumes, tmp_path):
     processes(size, _resumed, sp, str(tmp_path), resumes)
+
+
+def _examples():
+    """By the folder that each writes: the scripts of trainer.md, with what it says to add without GPUs."""
+    page = (Path(__file__).parents[3] / "docs" / "frameworks" / "trainer.md").read_text()
+    plain, with_trl = page.split("```\n")[1:4:2]
+    before, trainer, after = re.fullmatch(r"(.*^)(args = .*)(^trainer\.train.*)", plain, re.M | re.S).groups()
+    added = dict(re.findall(r"without GPUs: `(\w+)\(\.\.\., (.*?)\)`", page))
+    for folder, lines in {"runs/plain": trainer, "runs/sft": with_trl}.items():
+        (kind,) = re.findall(r"^args = (\w+)", lines, re.MULTILINE)
+        sharing = "parallelism_config=sharing"
+        yield folder, before + lines.replace(sharing, f"{sharing}, {added[kind]}") + after
+
+
+@pytest.mark.parametrize(("folder", "example"), list(_examples()), ids=["Trainer", "SFTTrainer"])
+def test_the_examples_of_the_manual_train_without_gpus(folder, example, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    for package in re.findall(r"^from (trl|datasets) import", example, re.MULTILINE):
+        pytest.importorskip(package)
+    config = re.search(r"^# ds\.json: (\{.*?)^from", example, re.MULTILINE | re.DOTALL)[1].replace("#", "")
+    script, model = tmp_path / "train.py", tmp_path / "path" / "to" / "model"
+    script.write_text(example)
+    (tmp_path / "ds.json").write_text(json.dumps(json.loads(config)))
+    (tmp_path / "texts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in texts(4)))
+    (tmp_path / "texts.txt").write_text("".join(f"{row['text']}\n" for row in texts(4)))
+    for each in (model_of(), tokenizer()):
+        each.save_pretrained(model)
+    monkeypatch.chdir(tmp_path)
+    well, _, errors = forked.run(tmp_path, script, ranks=2)
+    assert well, errors[-3000:]
+    kind = AutoModelForCausalLM
+    before, after = (dict(kind.from_pretrained(x).named_parameters()) for x in (model, folder))
+    assert {*before} == {*after} and worst(after, before) > 1e-6
