@@ -76,9 +76,7 @@ KEYS = {
     "kernel": SETTINGS["kernel"]._replace(legal=("auto", *KERNELS)),
     "fused_loss": Setting(True, FLAG, "Fuse the LM head with its loss: no logits in training."),
     "towers": Setting(
-        "shared",
-        ("shared", "whole"),
-        "Vision towers: whole images are given out over the group, or every rank makes the features of all.",
+        "shared", ("shared", "whole"), "Features of an image: made by one rank, or by every rank."
     ),
     "checkpointing": Setting({}, "an object", "Recompute in backward, see below."),
 }

@@ -22,7 +22,7 @@ from burst_mcore.transformers.models.rotary import attach_rotary, depends_on_len
 from burst_mcore.transformers.models.sequence import SequenceParallel
 from burst_mcore.transformers.models.strategies import ShardedBatch, WholeBatch
 from burst_mcore.transformers.models.towers import attach_towers
-from burst_mcore.transformers.models.vision import attach_text
+from burst_mcore.transformers.models.vision import shard_entering
 from burst_mcore.words import digest
 
 logger = logging.getLogger("burst_mcore")
@@ -52,7 +52,7 @@ def prepare_model(
         group: the ranks that share sequences.
         fused_loss: whether the LM head is fused with its loss.
         recompute: the policy of checkpointed layers; None leaves them as the user has set them.
-        towers: "shared" if ranks make features of some images each, "whole" if each does of all.
+        towers: of `TOWERS`.
 
     Raises:
         UnsupportedError: the model cannot be supported; or the ranks have different ones.
@@ -66,8 +66,8 @@ def prepare_model(
     if SEQUENCE not in vars(outermost):
         vars(outermost)[SEQUENCE] = hooks = SequenceParallel(outermost, inner)
         hooks.batches = ShardedBatch(hooks) if hooks.text is None else WholeBatch(hooks)
-        if hooks.text is not None:
-            attach_text(hooks.text)
+        if hooks.text is not None and shard_entering not in hooks.text._forward_pre_hooks.values():
+            hooks.text.register_forward_pre_hook(shard_entering, with_kwargs=True)
             attach_towers(inner, hooks)
     vars(model)[SEQUENCE] = sequence = sequence_of(outermost)
     sequence.topology, sequence.config = topology, config

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from burst_mcore.agreement.claims import digest_of
 from burst_mcore.layout import Layout, shard
-from burst_mcore.loss.checksums import checksum
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
 from burst_mcore.rollouts.trees import depths, nodes_of, padded
@@ -162,33 +161,24 @@ def sharded(batch: Mapping[str, Any], *, rank: int, size: int, layout: Layout | 
     }
 
 
-def partition(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (columns of tokens, columns that the code of a model with towers reads) of a whole batch.
+def of_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of tokens of a whole batch: all others are for the code of a model with towers.
 
-    Positions of several dims, as for images, are of the second kind: of [4, rows, tokens] the first are those
-    of text, and also of the first kind.
+    Positions of several dims are for that, too; of [4, rows, tokens] the first are those of text.
     """
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     shape = getattr(ids, "shape", ())[:2]
-    of_tokens = (*READ, "inputs_embeds", "logits_to_keep")
-    tokens = {
+    columns = {
         name: x
         for name, x in batch.items()
-        if name in of_tokens
+        if name in (*READ, "inputs_embeds", "logits_to_keep")
         or (name not in OF_TOWERS and not isinstance(x, Tensor))
         or (isinstance(x, Tensor) and (not x.dim() or (x.shape == shape and not x.is_floating_point())))
     }
-    of_towers = {name: x for name, x in batch.items() if name not in tokens}
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:
-        of_towers["position_ids"] = positions
-        tokens["position_ids"] = positions[0] if len(positions) > 3 else None
-    return tokens, of_towers
-
-
-def summary(x: Tensor) -> Tensor:
-    """Return a few numbers, by which ranks compare a large tensor: its shape and a checksum."""
-    return torch.tensor([*x.shape, int(checksum(x))])
+        columns["position_ids"] = positions[0] if len(positions) > 3 else None
+    return columns
 
 
 def digest_of_batch(batch: Mapping[str, Any]) -> int:

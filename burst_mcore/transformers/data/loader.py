@@ -14,7 +14,7 @@ from torch import Tensor
 from burst_mcore.agreement.claims import Claim
 from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.layout import Layout
-from burst_mcore.transformers.data.batches import READ, digest_of_batch, partition, prepared, sharded
+from burst_mcore.transformers.data.batches import READ, digest_of_batch, of_tokens, prepared, sharded
 from burst_mcore.transformers.errors import UnsupportedError
 
 END = -1
@@ -80,7 +80,7 @@ class ShardedLoader:
         with agreement.refusing(), contextlib.suppress(StopIteration):
             batch = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in _mapping(load()).items()}
             batch = batch if self.whole else self._prepare(batch)
-            state = digest_of_batch(partition(batch)[0] if self.whole else batch)
+            state = digest_of_batch(of_tokens(batch) if self.whole else batch)
         states = [*agreement.meet(Claim({}, (state,))).lengths]
         if END in states:
             if set(states) != {END}:

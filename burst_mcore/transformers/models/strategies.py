@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 from burst_mcore.attention.agree import agreement_of, meet
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.layout import unshard
+from burst_mcore.loss.checksums import checksum
 from burst_mcore.loss.whole import gathered
 from burst_mcore.recurrent.bound import mixers_of
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns
-from burst_mcore.transformers.data.batches import OF_TOWERS, digest_of_batch, documents, partition, summary
+from burst_mcore.transformers.data.batches import OF_TOWERS, digest_of_batch, documents, of_tokens
 from burst_mcore.transformers.data.loader import shard_of_whole_batch
 from burst_mcore.transformers.errors import UnsupportedError, refuse
 from burst_mcore.transformers.models.attention import Sequence
@@ -200,7 +201,7 @@ class _Forwards:
         has_labels = any(arguments.get(name) is not None for name in ("labels", "shift_labels"))
         meet(self.hooks.topology, "a forward over whole batches")
         keep = kept(arguments)
-        columns, of_towers, checksums = self._columns(arguments)
+        columns, checksums = self._columns(arguments)
         sharding = {**self.hooks.sharding, "whole": False}
         part, batch = shard_of_whole_batch(columns | checksums, sharding, self.hooks.group)
         part = {name: x for name, x in part.items() if name not in (KEEP, *checksums)}
@@ -214,7 +215,7 @@ class _Forwards:
         local, is_local = tokens_of(part).shape[1], self.hooks.choose(keep, tokens, part)
         if self.hooks.text is not None:
             device = tokens_of(part).device
-            part |= whole_arguments(columns, of_towers, batch, device)
+            part |= whole_arguments(arguments, columns, batch, device)
             sequence = replace(sequence, entering=batch["position_ids"].to(device))
         if of_fused_head:  # of labels that are not shifted TRL expects one number fewer than tokens
             return sequence, part, lambda out: self.hooks.with_whole_tokens(out, local, tokens - 1)
@@ -227,24 +228,23 @@ class _Forwards:
 
         return sequence, part, with_whole_outputs
 
-    def _columns(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return (columns of tokens, other columns, what ranks compare of these) of whole arguments."""
+    def _columns(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return (columns of tokens, shapes and checksums of all other tensors) of whole arguments."""
         columns: dict[str, Any] = {**arguments, KEEP: kept(arguments)}
-        columns, of_towers = (columns, {}) if self.hooks.text is None else partition(columns)
-        checksums = {
-            f"of {name} {i}": summary(each)
+        columns = columns if self.hooks.text is None else of_tokens(columns)
+        return columns, {
+            f"of {name} {i}": torch.tensor([*each.shape, int(checksum(each))])
             for name, x in arguments.items()
-            if name in of_towers or isinstance(x, list | tuple)
+            if columns.get(name) is not x or isinstance(x, list | tuple)
             for i, each in enumerate(tree_leaves(x))
             if isinstance(each, Tensor)
         }
-        return columns, of_towers, checksums
 
     def _alike(self, arguments: dict[str, Any]) -> bool:
         """Return whether all ranks of the group were given the same arguments. Collective over the group."""
         if self.hooks.group is None:
             return True
-        columns, _, checksums = self._columns(arguments)
+        columns, checksums = self._columns(arguments)
         digest = digest_of_batch(columns | checksums)
         numbers = meet(self.hooks.topology, "a forward over whole batches, or shards", digest)
         return all(each == numbers[0] for each in numbers)
@@ -259,7 +259,7 @@ class _Forwards:
         has_tokens = cache is not None and not all(cache.is_linear)  # a cache of states alone counts none
         before, n = int(cache.get_seq_length()) if has_tokens else 0, tokens_of(arguments).shape[1]
         if self.hooks.group is not None and (before or n == 1):  # each rank goes on by itself
-            positions, places = partition(arguments)[0].get("position_ids"), torch.arange(before, before + n)
+            positions, places = of_tokens(arguments).get("position_ids"), torch.arange(before, before + n)
             is_whole = positions is None or torch.equal(positions.cpu(), places.expand(positions.shape))
         else:
             is_whole = self._alike(arguments)

@@ -224,8 +224,6 @@ def text_tower(model: nn.Module) -> Any:
 def _text_model(model: nn.Module) -> Any:
     """Return the part of a model that attends, without its towers."""
     text = text_tower(model)
-    if text is None and types_of(model) is not None:
-        return _of_transformers(model).get_decoder()
     return model if text is None else text
 
 
