@@ -10,11 +10,18 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from burst_mcore.agreement.claims import Claim
+from burst_mcore.agreement.claims import AHEAD, NUMBERS, REFUSES, WAITS, Claim, Word, digest_of
 from burst_mcore.agreement.watch import Answer, GoneError, Meeting, Watch
 
 VERDICT_WITHIN = 5.0
 """Seconds that a rank whose ring step failed waits to hear whether the ranks disagreed on the call."""
+
+
+def word_of(claim: Claim, *, ahead: bool = False) -> Word:
+    """Return a claim as integers."""
+    how = REFUSES if claim.error is not None else AHEAD if ahead else WAITS
+    always, if_even = [digest_of(*fields.items()) for fields in (claim.signature, claim.if_even)]
+    return [how, always, if_even + claim.of_call, *claim.numbers, *[0] * (NUMBERS - len(claim.numbers))]
 
 
 class Agreed(NamedTuple):
@@ -132,7 +139,7 @@ class Ring(Watch, Agreement):
 
     def _post(self, claim: Claim, *, ahead: bool = False) -> Meeting:
         number = self._last.number + 1 if self._last else 1
-        self._last = meeting = Meeting(number, claim, claim.word(ahead=ahead))
+        self._last = meeting = Meeting(number, claim, word_of(claim, ahead=ahead))
         with self._changed:
             self._queue.append(meeting)
             self._changed.notify_all()

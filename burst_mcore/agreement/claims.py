@@ -18,6 +18,8 @@ Exchange = Callable[[Sequence[int]], list[list[int]]]
 """Takes integers of this rank, and returns those of every rank, as many. Collective."""
 NUMBERS = 6
 """Numbers of a word, which has 72 bytes."""
+MOST = 4000
+"""Characters of an error that the other ranks get, at most."""
 WAITS, REFUSES, AHEAD = range(3)
 """How a rank comes to a meeting."""
 
@@ -41,12 +43,6 @@ class Claim(NamedTuple):
     error: str | None = None
     """Why this rank refuses."""
 
-    def word(self, *, ahead: bool = False) -> Word:
-        """Return the claim as integers."""
-        how = REFUSES if self.error is not None else AHEAD if ahead else WAITS
-        always, if_even = [digest_of(*fields.items()) for fields in (self.signature, self.if_even)]
-        return [how, always, if_even + self.of_call, *self.numbers, *[0] * (NUMBERS - len(self.numbers))]
-
 
 def numbers_of(
     words: Sequence[Word], claim: Claim, exchange: Exchange, noun: str, ranks: Sequence[int] | None = None
@@ -60,13 +56,15 @@ def numbers_of(
     Raises:
         OthersError: ranks refuse ("rank 1: labels must be int64"), or differ ("ranks make different calls").
     """
-    numbers, refused = [word[3:] for word in words], any(word[0] == REFUSES for word in words)
+    numbers = [word[3:] for word in words]
+    refused = any(word[0] == REFUSES for word in words)
     uneven = any(each != numbers[0] for each in numbers)
     if refused or len({(word[1], uneven or word[2]) for word in words}) > 1:
         fields = {"of call": str(claim.of_call), **claim.signature, **claim.if_even}
-        everyones = _texts(exchange, [fields, claim.error])
+        everyones = _texts(exchange, [fields, claim.error and claim.error[:MOST]])
         errors = dict.fromkeys(error for _, error in everyones if error is not None)
-        differing = differences(dict(zip(ranks or range(len(words)), [x for x, _ in everyones], strict=True)))
+        signatures = [signature for signature, _ in everyones]
+        differing = differences(dict(zip(ranks or range(len(words)), signatures, strict=True)))
         raise OthersError("; ".join([*errors][:4]) or f"{noun} make different calls: {differing}")
     if uneven and AHEAD in [how for how, *_ in words]:
         raise OthersError(
@@ -78,7 +76,7 @@ def numbers_of(
 
 
 def _texts(exchange: Exchange, value: object) -> list[tuple[Signature, str | None]]:
-    """Return a value of every rank, which travels as bytes of JSON, filled up with spaces."""
+    """Return a value of every rank, sent as bytes of JSON, filled up with spaces."""
     text = json.dumps(value).encode()
     longest = max(length for (length,) in exchange([len(text)]))
     return [json.loads(bytes(row)) for row in exchange([*text.ljust(longest)])]

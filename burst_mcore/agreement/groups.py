@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement
+from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement, word_of
 from burst_mcore.agreement.claims import Claim, OthersError, numbers_of
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class Group(Agreement):
         self._exchange = partial(integers_of, group, device=device)
 
     def meet(self, claim: Claim) -> Agreed:
-        numbers = numbers_of(self._exchange(claim.word()), claim, self._exchange, "ranks", self._ranks)
+        numbers = numbers_of(self._exchange(word_of(claim)), claim, self._exchange, "ranks", self._ranks)
         return Agreed(lengths=tuple([first for first, *_ in numbers]), numbers=numbers)
 
     def _refuse(self, error: BaseException) -> None:

@@ -113,7 +113,7 @@ class Watch:
         if not self._store.check(["failure"]):
             return None
         kind, text = json.loads(self._store.get("failure"))
-        kinds = {"OthersError": OthersError, "GoneError": GoneError}
+        kinds = {"OthersError": ValueError, "ValueError": ValueError, "GoneError": GoneError}
         return kinds.get(kind, RuntimeError)(text)
 
     def _work(self) -> None:
@@ -236,7 +236,7 @@ class Watch:
         """Return why an exchange failed: a rank has gone, which may have refused the call before."""
         with contextlib.suppress(RuntimeError):
             if self._store.check([refusal := f"refusal/{self._meeting.number}"]):
-                return OthersError(self._store.get(refusal).decode())
+                return ValueError(self._store.get(refusal).decode())  # a failure: the others may wait
         here, absent = self._meeting.claim.signature.get("at"), "; ".join(self._late()) or "a message"
         waits = f" is at {here}, and waits for {absent}" if here else ""
         return GoneError(

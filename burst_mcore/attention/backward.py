@@ -82,7 +82,7 @@ class _Backward(ABC):
         self.queries, self.keys, self.blocks = queries, keys, keys.blocks()
         """On the ring: under head x ring, pooled rows of this member's heads."""
         sides = self.sides
-        self.home_sums = GradientSums(sides.differentiated)
+        self.own_sums = GradientSums(sides.differentiated)
         """The gradient of this rank's rotating block: the local part, at the end with the others' sum."""
         self.staying = GradientSums(sides.staying)
         self.pending = PendingGradients()
@@ -106,7 +106,7 @@ class _Backward(ABC):
         if outward:
             rotated, stayed = outward[Kind.ROTATING_OUT].local, outward[Kind.STAYING_OUT].local
         else:
-            rotated = tuple(self.lease.keep(total) for total in self.home_sums.results())
+            rotated = tuple(self.lease.keep(total) for total in self.own_sums.results())
             self.blocks.close(self.call.ring_rank)
             stayed = self.staying.results()
         dq, dk, dv = (*rotated, *stayed) if self.pass_ == Pass.QUERY else (*stayed, *rotated)
@@ -145,9 +145,9 @@ class _Backward(ABC):
         the other ranks, received at the end.
         """
         if sums is None:
-            self.pending.add_to(self.home_sums)
+            self.pending.add_to(self.own_sums)
         else:
-            self.home_sums.take((range(sums[0].shape[1]),) if rows is None else rows, sums)
+            self.own_sums.take((range(sums[0].shape[1]),) if rows is None else rows, sums)
 
     def new(self, kind: Kind, rows: Rows | None) -> Buffer:
         """Return a receive buffer for these rows of a rotating block, or of its gradient."""
@@ -169,7 +169,7 @@ class _Backward(ABC):
         dkv = tuple(new((*shape, self.call.kv_heads, n), dtype=dtype, device=q.device) for n in widths)
         rotated, stayed = (dq, dkv) if self.pass_ == Pass.QUERY else (dkv, dq)
         return {
-            Kind.ROTATING_OUT: Outward(group, self.home_sums.put, rotated, self.lease),
+            Kind.ROTATING_OUT: Outward(group, self.own_sums.put, rotated, self.lease),
             Kind.STAYING_OUT: Outward(group, self.put_staying, stayed, self.lease),
         }
 

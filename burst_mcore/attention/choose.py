@@ -246,7 +246,9 @@ def _of_kind(question: Question, settings: Settings, rotates: str) -> Decision:
     # The latent rotates if that is not slower than K and V, and `best` prefers it.
     plan = bests[-1] if bests[-1].seconds <= bests[0].seconds and best(bests) is bests[-1] else bests[0]
     times = 1e3 * plan.seconds, 1e3 * plan.compute_seconds
-    logger.info("%s, backward %s: counted %.1f ms, kernel %.1f ms", plan.route, plan.direction, *times)
+    logger.info(
+        "%s, backward %s: predicted %.1f ms, kernel alone %.1f ms", plan.route, plan.direction, *times
+    )
     return Decision(plan.route, plan.direction, forms[bests.index(plan)])
 
 

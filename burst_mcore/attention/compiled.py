@@ -28,7 +28,8 @@ class Keyed:
     """Options under a key, which fixes shapes of results: torch's disk cache of graphs sees only the key."""
 
     def __init__(self, options: Options) -> None:
-        self.options, self.key = options, f"{next(_NUMBERS)} of {options.topology.size}"
+        self.options = options
+        self.key = f"{next(_NUMBERS)} of {options.topology.size} ranks, {options.return_max_logit}"
         _BY_KEY[self.key] = self
 
 
@@ -44,8 +45,8 @@ def key_in_graph(*options: Any) -> str:
 
 
 def _options(key: str) -> Options:
-    if key in _BY_KEY:
-        return _BY_KEY[key].options
+    if (keyed := _BY_KEY.get(key)) is not None:
+        return keyed.options
     raise RuntimeError("a traced call's options are gone: trace by torch.compile, which keeps them")
 
 
@@ -53,7 +54,7 @@ def _options(key: str) -> Options:
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, up: Tensor | None, key: str, needs_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, the max logits and a ticket; lse and max logits are uninitialised unless requested."""
+    """Return out, lse, the max logits and a ticket; unless requested lse is blank, max logits empty."""
     options, tensors = _options(key), Tensors(q, k, v, sinks, up)
     with agreement_of(options.topology).refusing():
         request = validate(tensors, options)
@@ -70,10 +71,9 @@ def attention_forward(
 @attention_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Any, up: Any, key: str, needs_gradient: bool) -> Any:
     options = _options(key)
-    batch, tokens, heads, _ = q.shape
-    out = q.new_empty(batch, tokens, heads, Tensors(q, k, v, sinks, up).value_dim)
-    lse = q.new_empty((batch, heads, tokens), dtype=wide(q.dtype))
-    max_logit = lse.new_empty(heads if options.return_max_logit else 0)
+    out = q.new_empty((*q.shape[:3], Tensors(q, k, v, sinks, up).value_dim))
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
+    max_logit = lse.new_empty(q.shape[2] if options.return_max_logit else 0)
     return out, lse, max_logit, q.new_empty(1 + options.topology.size, dtype=torch.int64)
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed and Hugging Face: unmodified causal LMs train over sharded sequences, by DeepSpeed's JSON.
 
     section                the section "burst_attention" of the JSON: its keys and its errors
-    settings               DeepSpeed's own settings: reading, refusals
+    settings               DeepSpeed's own settings: reading, errors
     cpu                    without a GPU: what DeepSpeed would compile is replaced
     groups                 the CP groups, as DeepSpeed takes them; the mean of gradients over all ranks
     initialize             from a model and the JSON to an engine that trains over sharded sequences
@@ -11,6 +11,7 @@
 Models, batches and losses over shards are burst_mcore.transformers', which knows nothing of DeepSpeed.
 """
 
+from burst_mcore.agreement.claims import OthersError
 from burst_mcore.deepspeed.accelerate import (
     BurstSPAttentionHF,
     BurstSPDataLoaderAdapter,
@@ -27,6 +28,7 @@ __all__ = [
     "BurstDistributedAttention",
     "BurstSPAttentionHF",
     "BurstSPDataLoaderAdapter",
+    "OthersError",
     "Section",
     "SectionError",
     "ShardedLoader",

@@ -118,7 +118,7 @@ def sharding_to_groups(original: AnyMethod, dataloader: Any, device: Any = None,
     size = sharing(AcceleratorState(), "sp_size")
     if size == 1:
         return original(dataloader, device, **options)
-    groups = dist.get_world_size() // size
+    groups = groups_of(size)
     options |= {"num_processes": groups, "process_index": dist.get_rank() // size, "torch_device_mesh": None}
     loader = original(dataloader, device, **options)
     if groups == 1 and not hasattr(loader, "slice_fn"):  # for one process Accelerate leaves the order to it
@@ -149,8 +149,17 @@ def dispatching_to_groups(init: AnyMethod, self: Any, *args: Any, **kwargs: Any)
         return slice_rows(batch, slice(first, first + count), **options)
 
     self.slice_fn = rows_of_group
-    groups, rank = dist.get_world_size() // size, dist.get_rank()
-    self.state = SimpleNamespace(num_processes=groups, process_index=rank, device=self.state.device)
+    rank = dist.get_rank()
+    self.state = SimpleNamespace(num_processes=groups_of(size), process_index=rank, device=self.state.device)
+
+
+def groups_of(size: int) -> int:
+    """Return the number of CP groups."""
+    world = dist.get_world_size()
+    if world % size:
+        text = f"sp_size={size} does not divide the {world} processes that were started"
+        raise UnsupportedError("sequence_parallel_size", text)
+    return world // size
 
 
 class BurstSPAttentionHF:
@@ -207,6 +216,6 @@ def _read(size: int) -> Section:
     refuse_config(config)
     json_size = config.get("sequence_parallel_size", size)
     if json_size != size:
-        text = f"the JSON says {json_size!r}, Accelerate's ParallelismConfig has sp_size={size}"
+        text = f"the JSON says {json_size!r}, sp_size is {size}: leave the key out, or make them equal"
         raise UnsupportedError("sequence_parallel_size", text)
     return section_of(config)

@@ -62,7 +62,7 @@ def initialize(
 
     Raises:
         SectionError: the section is not legal: on all ranks.
-        UnsupportedError: something would go wrong in training: on all ranks, each with its name.
+        UnsupportedError: something would go wrong in training; ranks without an error get an OthersError.
     """
     import deepspeed
 

@@ -7,6 +7,7 @@ accelerate Accelerate and the Trainer with cp_size: burst in the place of torch'
 `import torch` in these files is the library: imports are absolute.
 """
 
+from burst_mcore.agreement.claims import OthersError
 from burst_mcore.loss.statistics import TokenStats, token_statistics
 from burst_mcore.torch.accelerate import replace_context_parallel, restore_context_parallel
 from burst_mcore.torch.parallel import ContextParallel, parallelize
@@ -14,6 +15,7 @@ from burst_mcore.transformers.errors import UnsupportedError
 
 __all__ = [
     "ContextParallel",
+    "OthersError",
     "TokenStats",
     "UnsupportedError",
     "parallelize",

@@ -73,7 +73,7 @@ def parallelize(
             rank make the features of all images.
 
     Raises:
-        UnsupportedError: on all ranks, what cannot be supported, by its name.
+        UnsupportedError: what cannot be supported, by its name; ranks without an error get an OthersError.
     """
     group, settings, policy = on_all_ranks(
         lambda: _read(model, mesh, config, loss, checkpointing, reduction, towers)
@@ -115,7 +115,7 @@ class ContextParallel:
         towers shards batches itself: for it the whole batch comes back.
 
         Raises:
-            UnsupportedError: on all ranks of the group, where a rank's batch is not legal, or another.
+            UnsupportedError: a batch is not legal, or differs; ranks without an error get an OthersError.
         """
         columns = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         return self._at("cp.shard", lambda: shard_of_whole_batch(columns, self._sharding, self.group)[0])
@@ -186,7 +186,7 @@ class ContextParallel:
             temperature: divisor of the logits; a number, or one for each token of this rank.
 
         Raises:
-            UnsupportedError: on all ranks: another model, a loss not fused, no labels, odd temperatures.
+            UnsupportedError: another model, a loss not fused, no labels, odd temperatures.
         """
         read_labels = partial(self._labels, model, batch, temperature)
         labels = self._at("cp.token_stats", lambda: on_all_ranks(read_labels, self.group))

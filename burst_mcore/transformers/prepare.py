@@ -55,7 +55,8 @@ def prepare_model(
         towers: of `TOWERS`.
 
     Raises:
-        UnsupportedError: the model cannot be supported; or the ranks have different ones.
+        UnsupportedError: the model cannot be supported.
+        OthersError: another rank has an error, or another model.
     """
     size = 1 if group is None else group.size()
     loss, inner = on_all_ranks(lambda: _change(model, size, fused_loss, recompute))

@@ -82,7 +82,10 @@ def _gives_illegal_arguments(ranks: Ranks) -> None:
     topology = _ring()
     _attend(topology)
     ranks.did()
-    _attend(topology, heads=0 if ranks.odd else 4)
+    try:
+        _attend(topology, heads=0 if ranks.odd else 4)
+    finally:
+        time.sleep(ranks.rank)  # its process goes on
 
 
 def _within_a_kernel(ranks: Ranks, deed: Callable[[], Any]) -> None:

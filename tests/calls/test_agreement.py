@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from burst_mcore.agreement import claims as module
 from burst_mcore.agreement import watch
-from burst_mcore.agreement.agreement import Ring
+from burst_mcore.agreement.agreement import Ring, word_of
 from burst_mcore.agreement.claims import Claim, differences, digest_of, numbers_of
 from burst_mcore.agreement.groups import agreement_over, integers_of
 from burst_mcore.agreement.watch import Meeting
@@ -64,7 +64,7 @@ def test_a_thread_that_is_late_is_waited_for(monkeypatch, alone):
 
 def _judged(*claims, ahead=()):
     """The first numbers of ranks that bring these claims, or their error; `ahead`: ranks that go ahead."""
-    words = [claim.word(ahead=rank in ahead) for rank, claim in enumerate(claims)]
+    words = [word_of(claim, ahead=rank in ahead) for rank, claim in enumerate(claims)]
     texts = [({**claim.signature, **claim.if_even}, claim.error) for claim in claims]
     try:
         with patch.object(module, "_texts", lambda exchange, text: texts):
@@ -81,9 +81,7 @@ def test_every_field_and_error_tells_claims_apart():
     for other in others:
         assert _judged(Claim(one), Claim(other)).startswith("ranks make different calls: ")
     refusing = Claim({"layout": "striped"}, error="rank 3: no heads"), Claim({}, error="rank 5: ")
-    assert (
-        _judged(Claim({"layout": "zigzag"}), *refusing) == "rank 3: no heads; rank 5: "
-    )  # before differences
+    assert _judged(Claim({"layout": "zigzag"}), *refusing) == "rank 3: no heads; rank 5: "
     assert _judged(refusing[0], refusing[0]) == "rank 3: no heads"
 
 
@@ -142,12 +140,7 @@ def _numbered(rank, size):
         calls.meet(Claim({"call of": "two"}))
     with pytest.raises(ValueError, match=r"call of: other on ranks \[0, 2\], 0 on ranks \[1\]"):
         calls.meet(Claim({"call of": "0" if rank == 0 else "other"}))
-    return (
-        first.number,
-        first.lengths,
-        calls.meet(Claim({})).number,
-        str(caught.value),
-    )
+    return first.number, first.lengths, calls.meet(Claim({})).number, str(caught.value)
 
 
 def test_numbered_calls_go_by_the_order_of_the_ring():

@@ -204,11 +204,7 @@ def _interrupted(rank, size, who, error, agreed):
 
 @pytest.mark.parametrize(
     ("who", "error", "agreed"),
-    [
-        (0, KeyboardInterrupt(), False),
-        (1, SystemExit(1), False),
-        (1, TimeoutError("too late"), True),
-    ],
+    [(0, KeyboardInterrupt(), False), (1, SystemExit(1), False), (1, TimeoutError("too late"), True)],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore")

@@ -142,14 +142,8 @@ def test_groups_meshes_and_sizes_that_make_no_topology_are_refused(rank, size):
         (partial(of_group, None), "group.WORLD"),
         (partial(of_group, mesh), r"got DeviceMesh.{,250}; pass mesh.get_group\(\)"),
         (partial(of_groups, intra=inner, inter=inner), "must form a grid"),
-        (
-            partial(of_groups, intra=uneven[0], inter=uneven[1]),
-            r"numbers of ranks: \[3, 1\]",
-        ),
-        (
-            partial(of_groups, intra=inner, inter=None),
-            "inter must be .*process group",
-        ),
+        (partial(of_groups, intra=uneven[0], inter=uneven[1]), r"numbers of ranks: \[3, 1\]"),
+        (partial(of_groups, intra=inner, inter=None), "inter must be .*process group"),
         (partial(of_groups, intra=mesh, inter=outer), r"intra must be .*pass mesh.get_group\(\)"),
         (partial(attend, topology=mesh), r"topology must be a Topology, got DeviceMesh.*mesh.get_group\(\)"),
     ):

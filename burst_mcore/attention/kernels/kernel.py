@@ -7,7 +7,7 @@ tile are exact summands of the whole gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -34,7 +34,7 @@ class Problem:
     softcap: bool = False
     deterministic: bool = False
     """Gradients must be bitwise equal between runs."""
-    launches: Launches = LARGE
+    launches: Launches = field(default=LARGE, repr=False)
     """The work of a launch under the mask. It changes only the order in which "auto" tries kernels."""
     documents: bool = False
     """Whether the mask has documents: their lengths, and so the shapes of tiles, differ from call to call."""

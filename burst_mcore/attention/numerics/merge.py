@@ -346,8 +346,8 @@ class PendingGradients:
     def add_to(self, sums: GradientSums) -> None:
         """Add all gradients to the sums, and release them."""
         shares, self._shares = self._shares, []
-        for of_tile in shares:
-            sums.take(*of_tile)
+        for rows, share in shares:
+            sums.take(rows, share)
 
 
 @dataclass(slots=True, eq=False)

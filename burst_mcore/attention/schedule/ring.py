@@ -105,9 +105,9 @@ class _RingWriter(Generic[T]):
         current, incoming = self.start, ""
         onward = places.start == 0 and i < self.nodes - 1  # the first block goes on to the next node
         home_next = self.gradients and 0 < i == self.nodes - 1  # the blocks of this node come next
-        # A sum or a block sent between nodes needs two buffers, and both share a link. So the larger sum
-        # comes in the first half of a round, rounded up, and the block leaves after it. In a last round of
-        # two steps, the node's own block comes in the second half.
+        # A sum or a block sent between nodes needs two buffers, and both share a link. So the sum comes in
+        # the first half of a round, rounded up, and the block leaves after it. In a last round of two steps,
+        # the node's own block comes in the second half.
         sum_first = self.gradients and i > 1 and self.intra > 1 and (onward or self.intra == 2)
         departure = (self.intra + 1) // 2 if sum_first else 0  # the place j at which the block leaves
         for j in places:

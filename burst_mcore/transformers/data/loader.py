@@ -35,7 +35,7 @@ class ShardedLoader:
     Yields: input_ids, position_ids, shift_labels [rows, local tokens], on `device`, and what else came.
 
     Raises:
-        UnsupportedError: on all ranks of the group, where a rank's batch is not legal or differs.
+        UnsupportedError: a batch is not legal or differs; ranks without an error get an OthersError.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def shard_of_whole_batch(
         sharding: how batches are sharded: keyword arguments of `ShardedLoader`.
 
     Raises:
-        UnsupportedError: on all ranks, where a rank's batch is not legal or differs.
+        UnsupportedError: a batch is not legal or differs; ranks without an error get an OthersError.
     """
     batch = {name: x for name, x in arguments.items() if isinstance(x, Tensor) or name in READ}
     ids = arguments.get("input_ids")

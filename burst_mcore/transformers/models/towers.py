@@ -146,12 +146,12 @@ def gathered(out: Any, is_wanted: bool, images: int, group: dist.ProcessGroup) -
     features = _features_of(out, images)
     tensors = [x if isinstance(x, Tensor) else torch.cat([*x]) for x in features]
     lengths = {tuple(map(len, x)) for x in features if not isinstance(x, Tensor)}
-    if len({x.shape for x in tensors}) != 1 or len(lengths) > 1:
-        return None
-    part = torch.stack(tensors)[:, : None if is_wanted else 0]
+    alike = len({x.shape for x in tensors}) == 1 and len(lengths) < 2
+    part = torch.stack(tensors if alike else [torch.empty(0, 0)])[:, : None if is_wanted else 0]
     own = [*next(iter(lengths), [part.shape[1]])] if is_wanted else []  # rows by image, or of all images
-    table = integers_of(group, [part.shape[2:].numel(), *own, *[-1] * (images - len(own))])
-    if len({width for width, *_ in table}) > 1:
+    width = part.shape[2:].numel() if alike else -1
+    table = integers_of(group, [width, *own, *[-1] * (images - len(own))])
+    if width < 0 or len({width for width, *_ in table}) > 1:
         return None
     lengths_of_ranks = [[n for n in row if n >= 0] for _, *row in table]
     rows = _rows_of(part, [*map(sum, lengths_of_ranks)], group)

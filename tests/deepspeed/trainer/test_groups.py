@@ -12,6 +12,7 @@ from test_trainer import UNEQUAL, arguments_of, parallelism, sections
 from trainers import forget
 
 import burst_mcore.deepspeed as burst
+from burst_mcore.deepspeed.accelerate import groups_of
 from burst_mcore.transformers.data.batches import collated
 from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.trainer import REPLACED, with_groups
@@ -59,6 +60,8 @@ def test_a_group_that_is_not_there(rank, size, tmp_path, caplog):
     from transformers import Trainer
 
     quiet()
+    with pytest.raises(UnsupportedError, match="sp_size=3 does not divide the 2 processes"):
+        groups_of(3)
     for name, (settings, options) in FORGOTTEN.items():
         _replace(*settings)
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of the arguments before
