@@ -72,8 +72,7 @@ class SharedImages:
     def _shared(self, arguments: dict[str, Any], names: list[str]) -> Any:
         """Return an output with the features of all images, of which this rank makes some. Collective.
 
-        None where images are not told apart, or a layer normalizes over them; for good, where features are
-        of a kind that is not gathered.
+        None where images are not told apart, or a layer normalizes over them; for good, if not gathered.
         """
         layers = self.__wrapped__.__self__.modules()  # type: ignore[attr-defined]
         normalizes = any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
@@ -87,8 +86,9 @@ class SharedImages:
         if features is None:
             self.hooks.shares_towers = False
             return None
-        pooled, *deep = features  # what else an output has is of this rank's images alone
-        return type(out)(pooler_output=pooled, **({"deepstack_features": deep} if deep else {}))
+        values = dict.fromkeys(out)  # what else an output has is of this rank's images alone
+        values["pooler_output"], *deep = features
+        return type(out)(**values | ({"deepstack_features": deep} if deep else {}))
 
 
 @dataclass
