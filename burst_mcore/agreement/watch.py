@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from burst_mcore.agreement.claims import AHEAD, WAITS, Claim, OthersError, Word, numbers_of
+from burst_mcore.agreement.claims import AHEAD, WAITS, Claim, OthersError, numbers_of
 from burst_mcore.latest import Latest
 
 LOOK_EVERY = timedelta(seconds=1)
@@ -29,43 +29,30 @@ WARN_AFTER = 10.0
 MESSAGES = "send", "recv", "isend", "irecv", "batch_isend_irecv"
 """Functions of torch.distributed that not all ranks of a group call."""
 DESTROYED = "the process groups of this ring were destroyed: make new ones, and their Topology.from_group"
-"""The error of a call on a closed ring."""
 
 logger = logging.getLogger("burst_mcore")
 
 
-class GoneError(RuntimeError):
-    """A rank has gone. Ranks in mid-ring name their own ring step instead."""
-
-
-Answer = Sequence[Word] | BaseException | None
-"""The numbers of all ranks, or why they do not agree; None: not yet."""
-
-
 @dataclass(eq=False)
 class Meeting:
-    """A numbered meeting as this rank comes to it."""
+    """A numbered meeting as this rank comes to it; answer: numbers of all ranks, or why they do not agree."""
 
     number: int
     claim: Claim
-    word: Word
-    answer: Answer = None
+    word: list[int]
+    answer: Any = None
 
 
 class Watch:
     """The thread of one rank, which takes its meetings one after another until the ring has failed.
 
-    An error of one meeting alone is an OthersError, if nobody went ahead. Any other error is a failure: it
-    ends the thread, the ring, and the other ranks' rings. The thread and the one that makes the calls share
-    the queue of meetings, their answers and the failure, under the lock of `_changed`.
+    An error of one meeting alone is an OthersError, if nobody went ahead. Any other is a failure, which ends
+    the ring on all ranks. The thread and the caller's share the queue of meetings, their answers and the
+    failure, under the lock of `_changed`. Ranks leave notes in the store: "failure" of the ring, "refusal/N"
+    of meeting N, for ranks that come when the one that refused has ended, "at/r", where rank r was last.
 
-    Ranks leave notes in the store: "failure" of the ring, "refusal/N" of meeting N, for ranks that come when
-    the one that refused has ended, and "at/r", where rank r was last.
-
-    Args:
-        group: gloo, over all ranks of the ring; nothing else may use it.
-        ranks: global ranks in the order of the ring; `rank` is this rank's place among them.
-        abort: ends the waits of this rank for messages of the ring.
+    `ranks` are the ring's global ranks in its order, `rank` is this rank's place among them. Nothing else may
+    use their gloo `group`. `abort` ends the waits of this rank for messages of the ring.
     """
 
     def __init__(
@@ -79,12 +66,10 @@ class Watch:
         self._queue: deque[Meeting] = deque()
         self._failure: BaseException | None = None
         """Why no call may follow, if that is so."""
-        self._last: Meeting | None = None
-        """This, and what follows, is of the thread that makes the calls."""
         self._seen = Latest()
-        """Kinds of claims on which all ranks have agreed."""
-        self._meeting = Meeting(0, Claim({}), [], answer=[[]])
-        """Of the thread: the meeting that it is at, or was at last."""
+        """Kinds of claims on which all ranks have agreed. This, and `_last`, is of the caller's thread."""
+        self._last = self._meeting = Meeting(0, Claim({}), [], answer=[[]])
+        """The last meeting of the caller's thread, and of this one."""
         self._thread = threading.Thread(target=self._work, name=f"burst_mcore agreement {rank}", daemon=True)
         self._thread.start()
         # A thread that wakes after the interpreter's end would abort the process.
@@ -103,7 +88,7 @@ class Watch:
             self._failure = self._failure or error
             self._changed.notify_all()
         if tell and first:
-            note = json.dumps([type(error).__name__, str(error)])
+            note = json.dumps([isinstance(error, ValueError), str(error)])
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set("failure", "", note)  # the first of all ranks has the cause
         return first
@@ -112,9 +97,8 @@ class Watch:
         """Return why no call may follow, if any rank told so. Raises RuntimeError if the store has ended."""
         if not self._store.check(["failure"]):
             return None
-        kind, text = json.loads(self._store.get("failure"))
-        kinds = {"OthersError": ValueError, "ValueError": ValueError, "GoneError": GoneError}
-        return kinds.get(kind, RuntimeError)(text)
+        differ, text = json.loads(self._store.get("failure"))
+        return ValueError(text) if differ else RuntimeError(text)
 
     def _work(self) -> None:
         """Exchange claims, meeting after meeting, until the ring has failed: the thread's function."""
@@ -125,45 +109,36 @@ class Watch:
                     self._leave_place(meeting.claim.signature["at"])
                 words = self._exchanged(meeting.word)
                 try:
-                    numbers = numbers_of(words, meeting.claim, self._exchanged, "the ranks of the ring")
-                    self._tell(meeting, numbers)
+                    answer: Any = numbers_of(words, meeting.claim, self._exchanged, range(len(words)))
                 except OthersError as error:
                     if AHEAD in [how for how, *_ in words]:
                         raise
-                    self._tell(meeting, error)
+                    answer = error
+                with self._changed:
+                    meeting.answer = answer
+                    self._changed.notify_all()
         except BaseException as error:
             if self._stop(error, tell=True):
                 logger.error("%s", error)
-                try:
-                    self._abort()  # messages may never come
-                except Exception:
-                    logger.exception("waits for messages of the ring could not be ended")
-            if not isinstance(error, Exception):
-                raise
-
-    def _tell(self, meeting: Meeting, answer: Answer) -> None:
-        with self._changed:
-            meeting.answer = answer
-            self._changed.notify_all()
+                self._abort()  # messages may never come
 
     def _next(self) -> Meeting:
         """Return the next meeting; until it comes, tell where the main thread waits."""
-        stand = None
+        place = None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._failure, LOOK_EVERY.total_seconds())
                 if self._queue and self._failure is None:
                     return self._queue.popleft()
             self._look()
-            before, stand = stand, stand_of_main_thread()
-            if stand is not None and stand == before:  # at two looks: not on its way through
-                self._leave_place(*stand)
+            before, place = place, place_of_main_thread()
+            if place is not None and place == before:  # at two looks: not on its way through
+                self._leave_place(*place)
 
     def _exchanged(self, integers: Sequence[int]) -> list[list[int]]:
         """Return the integers of every rank, which brings as many, by its place on the ring.
 
-        A gather to the hub, first rank of the group, and a broadcast: all-reduce takes 2 (G - 1) messages on
-        gloo, one after another.
+        A gather to the hub and a broadcast: gloo's all-reduce takes 2 (G - 1) messages, one after another.
         """
         row, is_hub = torch.tensor(integers), self._order[self._rank] == 0
         table = torch.empty(len(self._order), len(row), dtype=torch.int64)
@@ -172,27 +147,24 @@ class Watch:
         if is_hub:
             self._until(gathering)
         self._until(dist.broadcast(table, group=self._group, group_src=0, async_op=True))
-        everyones: list[list[int]] = table[self._order].tolist()
-        return everyones
+        return table[self._order].tolist()
 
-    def _until(self, work: dist.Work | None) -> None:
+    def _until(self, work: Any) -> None:
         """Wait until gloo's work is complete; look around meanwhile, for late ranks ever more rarely."""
-        assert work is not None
         start, patience = time.monotonic(), 1.0
-        while not work.is_completed():
+        while True:
+            complete = work.is_completed()
             try:
                 work.wait(LOOK_EVERY)
-            except RuntimeError:  # LOOK_EVERY has passed, or the work has failed
-                self._look()
-                seconds = time.monotonic() - start
-                if self._meeting.word[0] == WAITS and seconds > patience:
-                    patience *= 1.5
-                    self._look_for_late(seconds)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._look()  # a rank may have told why
-            raise self._gone(error) from error
+                return
+            except RuntimeError as error:  # LOOK_EVERY has passed, or the work has failed
+                self._look()  # a rank may have told why
+                if complete:
+                    raise self._gone(error) from error
+            seconds = time.monotonic() - start
+            if self._meeting.word[0] == WAITS and seconds > patience:
+                patience *= 1.5
+                self._look_for_late(seconds)
 
     def _look(self) -> None:
         """Raise the failure of any rank; in a meeting the loss of the store is one, too."""
@@ -209,58 +181,50 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"at/{self._rank}", json.dumps(note))
 
-    def _late(self) -> dict[str, tuple[str, int]]:
-        """Return where ranks with no sync point since this meeting were last, with group and collective."""
-        places: dict[str, tuple[str, int]] = {}
+    def _late(self) -> list[tuple[str, str, int]]:
+        """Return where ranks without a sync point since this meeting were last: text, group, collective."""
+        notes: list[Any] = []
         for rank in range(len(self._order)):
-            number, place, group, collective = 0, f"rank {rank}, last at no sync point", "", 0
+            notes.append([0, f"rank {rank}, last at no sync point", "", 0])
             with contextlib.suppress(RuntimeError):
                 if self._store.check([f"at/{rank}"]):
-                    number, place, group, collective = json.loads(self._store.get(f"at/{rank}"))
-            if number < self._meeting.number:
-                places[place] = group, collective
-        return places
+                    notes[-1] = json.loads(self._store.get(f"at/{rank}"))
+        return [(*note,) for number, *note in notes if number < self._meeting.number]
 
     def _look_for_late(self, seconds: float) -> None:
         """Raise RuntimeError if a rank waits elsewhere for this one; log which ranks have not come."""
         late, here = self._late(), self._meeting.claim.signature.get("at")
-        for text, (name, number) in late.items():
-            if any(_begun(group) < number for group in c10d._world.pg_names if group.group_name == name):
-                here = here or "a call of the ring"
-                raise RuntimeError(f"{text}, waits for rank {self._rank}, which waits at {here}")
+        for text, name, number in late:
+            same: list[Any] = [group for group in c10d._world.pg_names if group.group_name == name]
+            if any(group._get_sequence_number_for_group() < number for group in same):
+                raise RuntimeError(f"{text}, waits for rank {self._rank}, which waits at {here or 'a call'}")
         if here and seconds > WARN_AFTER:
-            absent = "; ".join(late) or "a message"
-            logger.warning("rank %d has waited for %d s at %s, for %s", self._rank, seconds, here, absent)
+            logger.warning("after %d s %s", seconds, self._stands(here, late))
+
+    def _stands(self, here: str, late: list[tuple[str, str, int]]) -> str:
+        absent = "; ".join([text for text, *_ in late]) or "a message"
+        return f"rank {self._rank} of {len(self._order)} waits at {here}, for {absent}"
 
     def _gone(self, error: RuntimeError) -> Exception:
         """Return why an exchange failed: a rank has gone, which may have refused the call before."""
         with contextlib.suppress(RuntimeError):
             if self._store.check([refusal := f"refusal/{self._meeting.number}"]):
                 return ValueError(self._store.get(refusal).decode())  # a failure: the others may wait
-        here, absent = self._meeting.claim.signature.get("at"), "; ".join(self._late()) or "a message"
-        waits = f" is at {here}, and waits for {absent}" if here else ""
-        return GoneError(
-            f"rank {self._rank} of {len(self._order)}{waits}: another rank of the ring has gone or did not "
-            f"come to this call, before its first ring step; look for the first error among the others "
-            f"({error})"
-        )
+        text = "another rank of the ring has gone or did not come to this call"
+        here = self._meeting.claim.signature.get("at")
+        who = self._stands(here, self._late()) if here else f"rank {self._rank} of {len(self._order)}"
+        return RuntimeError(f"{who}: {text}; look for the first error of all ranks ({error})")
 
 
-def stand_of_main_thread() -> tuple[str, str, int] | None:
-    """Return the collective in which the main thread waits: text, group, number.
-
-    Collectives of a group are numbered, alike on its ranks. A text is "all_reduce at train.py:41".
-    """
+def place_of_main_thread() -> tuple[str, str, int] | None:
+    """Return where the main thread waits in a collective: "all_reduce at train.py:41", group, number."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None or frame.f_code.co_filename != c10d.__file__ or frame.f_code.co_name in MESSAGES:
         return None
-    name, group = frame.f_code.co_name, frame.f_locals.get("group")
-    if not isinstance(group, dist.ProcessGroup):
+    name, group = frame.f_code.co_name, frame.f_locals.get("group", ...)
+    if not hasattr(group, "_get_sequence_number_for_group"):
         return None
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch."):
         frame = frame.f_back
-    return f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}", group.group_name, _begun(group)
-
-
-def _begun(group: Any) -> int:
-    return int(group._get_sequence_number_for_group())
+    place = f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return place, group.group_name, group._get_sequence_number_for_group()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement, Ring
+from burst_mcore.agreement.agreement import ALONE, Agreed, Agreement, Ring, digest_of
 from burst_mcore.agreement.claims import Claim
 from burst_mcore.agreement.watch import DESTROYED
 from burst_mcore.attention.call import Call
 from burst_mcore.attention.replay import Recompute
 from burst_mcore.attention.request import Request
 from burst_mcore.attention.resolve import call_of
-from burst_mcore.attention.runtime.executor import GroupTransport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
-from burst_mcore.attention.schedule.actions import Pass
 
 
 def agreement_of(topology: Topology) -> Agreement:
@@ -29,86 +27,53 @@ def agreement_of(topology: Topology) -> Agreement:
 
 
 def agree_on_call(
-    request: Request,
-    topology: Topology,
-    needs_gradient: bool,
-    recompute: Recompute,
-    agreement: Agreement,
+    request: Request, needs_gradient: bool, recompute: Recompute, agreement: Agreement
 ) -> tuple[Call, Agreed]:
     """Return the call that all ranks make, and their agreement, which says how many tokens each rank holds.
 
     A call like an earlier one goes ahead on CUDA, and where documents say how long the sequence is. Else only
-    the other ranks know whether they hold as many tokens.
-
-    Raises:
-        ValueError: the ranks make different calls, or none that is legal.
+    the other ranks know whether they hold as many tokens. ValueError: calls differ, or are not legal.
     """
-    tokens, size = request.shard.tokens, request.ranks.size
-    even = (tokens,) * size
+    size = request.ranks.size
+    even = (request.shard.tokens,) * size
     if size == 1:
-        return call_of(request, even), Agreed(lengths=even)
-    signature = {**request.signature, "gradient wanted": str(needs_gradient), **recompute.signature}
-    call, kind, may_go_ahead = None, None, False
+        return call_of(request, even), Agreed(0, (even,))
+    wanted = {"gradient wanted": str(needs_gradient), **recompute.signature}
+    signature = {"pass": "forward", **request.signature, **wanted}
+    call, kind = None, None
     with agreement.refusing():
-        try:  # as it is if all ranks hold as many tokens
+        try:
             call = call_of(request, even)
-            if_even = call.signature
-        except ValueError as error:  # it may be legal with the lengths of the others
-            if_even = {"problem": str(error)}
+            details = call.signature
+        except ValueError as error:  # with the lengths of others it may be legal
+            details = {"problem": str(error)}
+        digest = digest_of(*details.items())
         of_known_length = request.device == "cuda" or request.mask.document_ends is not None
         if call is not None and of_known_length and not recompute.at_most:
-            like = request.shard, request.config, request.scores, request.mask.of_layer
-            results = request.return_lse, request.sinks, request.rotates, needs_gradient
-            choices = call.route, call.direction, call.kernel.name
-            kind = "forward", *like, *results, *choices, *recompute.signature.values()
-            transport = transport_of(topology, call.route, request.config.max_ctas)
-            may_go_ahead = transport.connected(passes_of(call, needs_gradient))
-    claim = Claim({"pass": "forward", **signature}, (tokens,), if_even, kind, may_go_ahead)
-    meeting = agreement.meet(claim)
-    if call is not None and meeting.lengths == even:
+            kind = *{**signature, "mask": request.mask.of_layer}.values(), digest  # with any documents
+    meeting = agreement.meet(Claim(signature, (even[0], digest), details, kind))
+    if call is not None and meeting.numbers.count(meeting.numbers[0]) == size:
         return call, meeting
     with agreement.refusing():  # perhaps of this rank alone: its kernels are its own
         call = call_of(request, meeting.lengths)
-    second = agreement.meet(Claim({"pass": "forward, lengths known", **signature, **call.signature}))
+    second = agreement.meet(Claim({**signature, "pass": "forward, lengths known", **call.signature}))
     return call, meeting._replace(label=second.label)
 
 
-def passes_of(call: Call, needs_gradient: bool) -> tuple[Pass, ...]:
-    """Return the passes whose communicators a forward makes: its own, and that of its backward."""
-    return (Pass.FORWARD, call.direction) if needs_gradient else (Pass.FORWARD,)
-
-
 def agree_on_backward(
-    request: Request,
-    call: Call,
-    forward: Agreed,
-    agreement: Agreement,
-    transport: GroupTransport,
-    *,
-    through_lse: bool,
+    request: Request, call: Call, forward: Agreed, agreement: Agreement, *, of_lse: bool
 ) -> Agreed:
-    """Agree on a backward; ahead of the others if its like was made before and no communicator is missing.
-
-    A call that goes ahead is looked at before the whole backward of autograd returns.
-    """
-    lse = {"pass": "backward", "gradient through lse": str(through_lse)}
-    in_autograd = torch._C._current_graph_task_id() != -1  # else nothing is called at the end
-    claim = Claim(
-        {**lse, **request.signature, **call.signature},
-        kind=("backward", request.shard, request.config, request.scores, call.route, through_lse),
-        may_go_ahead=in_autograd and transport.connected((call.direction,)),
-        of_call=forward.number,
-    )
-    return agreement.meet(claim)
+    """Agree on a backward, `of_lse` too or of out alone; one like an earlier one goes ahead in autograd."""
+    own = {"pass": "backward", "gradient through lse": str(of_lse)}
+    signature = {**own, **request.signature, **call.signature}
+    in_autograd = torch._C._current_graph_task_id() != -1  # else nothing settles it at its end
+    kind = tuple({**signature, "mask": "any"}.values()) if in_autograd else None
+    return agreement.meet(Claim(signature, kind=kind, of_call=forward.number))
 
 
 def meet(topology: Topology, sync_point: str, *numbers: int) -> list[list[int]]:
     """Return the numbers of all ranks of a sequence, which come to this sync point of their programs.
 
-    The agreement of their ring is asked: a collective of the caller's own is never mistaken for it.
-
-    Raises:
-        OthersError: on all of them, at once: some call burst at another sync point.
-        RuntimeError: a rank has ended, or did not come within the group's time-out; says where it was last.
+    OthersError: some make another call. RuntimeError: one has ended, or is late; says where it was last.
     """
     return [[*each] for each in agreement_of(topology).meet(Claim({"at": sync_point}, numbers)).numbers]

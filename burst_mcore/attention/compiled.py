@@ -88,7 +88,7 @@ def attention_backward(
     with agreement_of(options.topology).refusing():
         request = validate(tensors, options)
         kept = getattr(ticket.untyped_storage(), "kept", None)
-        record, on_ring = kept or (Agreed(int(ticket[0]), tuple(ticket[1:].tolist())), None)
+        record, on_ring = kept or (Agreed(int(ticket[0]), ticket[1:, None].tolist()), None)
         if kept is None and call_of(request, record.lengths).route.heads > 1:
             raise RuntimeError(
                 "a hook has moved the saved tensors of a compiled call: set head_parallel=1 or call eagerly"

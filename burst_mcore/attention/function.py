@@ -16,7 +16,7 @@ from torch import Tensor
 
 from burst_mcore.agreement.agreement import Agreed, Agreement
 from burst_mcore.agreement.claims import Claim
-from burst_mcore.attention.agree import agree_on_backward, agree_on_call, agreement_of, passes_of
+from burst_mcore.attention.agree import agree_on_backward, agree_on_call, agreement_of
 from burst_mcore.attention.backward import backward
 from burst_mcore.attention.call import Attended, Call, Keys, Queries
 from burst_mcore.attention.forward import Inputs, forward
@@ -39,6 +39,7 @@ from burst_mcore.attention.request import Request, Tensors
 from burst_mcore.attention.resolve import call_of
 from burst_mcore.attention.runtime.executor import Transport, transport_of
 from burst_mcore.attention.runtime.topology import Topology
+from burst_mcore.attention.schedule.actions import Pass
 from burst_mcore.attention.schedule.heads import share_of_heads
 from burst_mcore.packages import refuse_capture
 
@@ -159,15 +160,16 @@ def run_forward(
             refuse_capture("burst_attention")
         if recompute.keep:
             check_keep(recompute.keep)
-    call, agreed = agree_on_call(request, topology, needs_gradient, recompute, agreement)
+    call, agreed = agree_on_call(request, needs_gradient, recompute, agreement)
     tokens = agreed.lengths[call.rank]
     with _in_pass(agreement, tensors.q.device):
         if recompute.at_most:  # a collective: ranks without free memory join, too
             keeps = agreement.meet(Claim({"pass": "least of all"}, (int(recompute.keep * 2**30),))).lengths
             recompute = replace(recompute, keep=min(keeps) / 2**30)
         transport = transport_of(topology, call.route, request.config.max_ctas)
-        for pass_ in passes_of(call, needs_gradient):
-            transport.connect(pass_)
+        transport.connect(Pass.FORWARD)
+        if needs_gradient:
+            transport.connect(call.direction)
         transport = transport.labelled(agreed.label)
         attended = _ring_forward(call, transport, tensors, recompute.suffix, tokens)
         results = _results(call, tensors, attended, agreed)
@@ -249,7 +251,7 @@ def run_backward(
             kernel, problem = request.config.kernel, call.problem
             call = call.variant("lse", lambda: {"kernel": taking_delta(kernel, problem)})
         transport = transport_of(topology, call.route, request.config.max_ctas)
-    agreed = agree_on_backward(request, call, record, agreement, transport, through_lse=dlse is not None)
+    agreed = agree_on_backward(request, call, record, agreement, of_lse=dlse is not None)
     with _in_pass(agreement, saved.out.device):
         transport.connect(call.direction)
         transport = transport.labelled(agreed.label)

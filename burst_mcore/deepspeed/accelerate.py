@@ -15,7 +15,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import AcceleratorState
 from accelerate.utils.operations import find_batch_size
 
-from burst_mcore.agreement.groups import on_all_ranks
+from burst_mcore.agreement.agreement import on_all_ranks
 from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import unit_of
 from burst_mcore.deepspeed.initialize import prepare_for_engine

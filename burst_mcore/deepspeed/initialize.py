@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import data as torch_data
 
-from burst_mcore.agreement.groups import check_equal, on_all_ranks
+from burst_mcore.agreement.agreement import check_equal, on_all_ranks
 from burst_mcore.deepspeed.cpu import prepare_cpu, without_builds
 from burst_mcore.deepspeed.groups import SequenceParallelUnit, unit_of
 from burst_mcore.deepspeed.section import Section, config_dict, section_of

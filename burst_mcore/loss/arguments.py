@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_mcore.agreement.agreement import agreement_over
 from burst_mcore.agreement.claims import Claim, Signature
-from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.dtypes import DTYPES, wide
 from burst_mcore.loss.checksums import checksum, fingerprint
 from burst_mcore.loss.chunked import Head, automatic_chunk, chunk_bytes

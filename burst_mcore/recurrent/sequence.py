@@ -92,8 +92,8 @@ class Shards:
             transport = transport_of(topology, Route(1, topology.size, direct=True), self.max_ctas)
         documents = digest(str(self.ends))
         sequence = {"layout": str(self.layout), "tokens": str(self.tokens), "documents": documents}
-        kind, ahead = tuple(signature.items()), transport.connected((Pass.KV,))
-        meeting = agreement.meet(Claim({**signature, **sequence}, kind=kind, may_go_ahead=ahead))
+        kind = *signature.items(), topology.intra_size, self.max_ctas  # which have communicators of their own
+        meeting = agreement.meet(Claim({**signature, **sequence}, kind=kind))
         with agreement.ring():
             transport.connect(Pass.KV)
             yield transport.labelled(meeting.label)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from burst_mcore.agreement.groups import check_equal, on_all_ranks
+from burst_mcore.agreement.agreement import check_equal, on_all_ranks
 from burst_mcore.attention.agree import meet
 from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology

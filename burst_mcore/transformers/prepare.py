@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from burst_mcore.agreement.groups import check_equal, on_all_ranks
+from burst_mcore.agreement.agreement import check_equal, on_all_ranks
 from burst_mcore.attention.agree import meet
 from burst_mcore.attention.resolve import connect
 from burst_mcore.attention.runtime.topology import Topology

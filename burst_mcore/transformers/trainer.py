@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_mcore.agreement.groups import integers_of
+from burst_mcore.agreement.agreement import integers_of
 from burst_mcore.loss import unpatched
 from burst_mcore.transformers.errors import UnsupportedError
 from burst_mcore.transformers.models.sequence import evaluates

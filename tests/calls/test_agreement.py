@@ -5,7 +5,6 @@ import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import limits
 import pytest
@@ -14,11 +13,9 @@ import torch.distributed as dist
 from ranks import on_ranks, processes
 from torch.distributed.distributed_c10d import _get_default_store
 
-from burst_mcore.agreement import claims as module
 from burst_mcore.agreement import watch
-from burst_mcore.agreement.agreement import Ring, word_of
-from burst_mcore.agreement.claims import Claim, differences, digest_of, numbers_of
-from burst_mcore.agreement.groups import agreement_over, integers_of
+from burst_mcore.agreement.agreement import Ring, agreement_over, digest_of, integers_of, word_of
+from burst_mcore.agreement.claims import Claim, differences, numbers_of
 from burst_mcore.agreement.watch import Meeting
 from burst_mcore.latest import Latest
 
@@ -65,10 +62,14 @@ def test_a_thread_that_is_late_is_waited_for(monkeypatch, alone):
 def _judged(*claims, ahead=()):
     """The first numbers of ranks that bring these claims, or their error; `ahead`: ranks that go ahead."""
     words = [word_of(claim, ahead=rank in ahead) for rank, claim in enumerate(claims)]
-    texts = [({**claim.signature, **claim.if_even}, claim.error) for claim in claims]
+    texts = [json.dumps([{**claim.signature, **claim.details}, claim.error]).encode() for claim in claims]
+    longest = max(map(len, texts))
+
+    def exchange(mine):
+        return [[len(text)] if len(mine) == 1 else [*text.ljust(longest)] for text in texts]
+
     try:
-        with patch.object(module, "_texts", lambda exchange, text: texts):
-            return [number for number, *_ in numbers_of(words, claims[0], list, "ranks")]
+        return [number for number, *_ in numbers_of(words, claims[0], exchange, range(len(claims)))]
     except ValueError as error:
         return str(error)
 
@@ -91,12 +92,13 @@ def test_differences_name_fields_values_and_ranks():
 
 
 def test_claims_give_the_numbers_of_ranks_that_differ():
-    even, other = Claim({"a": "7"}, (5,), {"b": "8"}), Claim({"a": "7"}, (6,), {"b": "9"})
+    even, other = Claim({"a": "7"}, (5,)), Claim({"a": "7"}, (6,))
     assert _judged(even, even) == [5, 5]
-    assert _judged(even, other) == [5, 6]  # what must be the same of even numbers alone may differ
+    assert _judged(even, other) == [5, 6]
     assert _judged(even, even._replace(signature={"a": "3"})).endswith(": a: 7 on ranks [0], 3 on ranks [1]")
-    assert _judged(even, even._replace(if_even={"b": "9"})).endswith(": b: 8 on ranks [0], 9 on ranks [1]")
-    assert "hold [5, 6] tokens, but a rank went ahead" in _judged(even, other, ahead=[0])
+    named = [each._replace(details={"b": str(each.numbers)}) for each in (even, other)]
+    told = _judged(*named, ahead=[0])
+    assert "calls: b: (5,) on ranks [0], (6,) on ranks [1]; a rank went ahead: if lengths" in told
     assert _judged(even, other._replace(signature={"a": "3"})).startswith(
         "ranks make different calls: a: 7 on"
     )
@@ -132,7 +134,7 @@ def _numbered(rank, size):
     """Calls over the world in another order of its ranks, of which rank 1 refuses one."""
     order = [2, 0, 1]
     calls = _ring(dist.group.WORLD, order, order.index(rank))
-    first = calls.meet(Claim({"call of": "all"}, (rank,), {"rank": str(rank)}))
+    first = calls.meet(Claim({"call of": "all"}, (rank,)))
     with pytest.raises((ValueError, KeyError)) as caught:
         with calls.refusing():
             if rank == 1:
@@ -156,7 +158,7 @@ def _told_of_a_failed_pass(rank, size, ahead):
     dist.barrier = lambda: None  # ranks.processes ends with one
     if rank == 1:
         for _ in range(2 * ahead):
-            calls.meet(Claim(ALL, kind="all", may_go_ahead=True))
+            calls.meet(Claim(ALL, kind="all"))
         with pytest.raises(MemoryError), calls.ring():
             raise MemoryError("no memory left")
         store.set("failed", "")
@@ -166,7 +168,7 @@ def _told_of_a_failed_pass(rank, size, ahead):
     start = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match="rank 1 of the ring .*no memory left"):
         for _ in range(1 + ahead):
-            calls.meet(Claim(ALL, kind="all", may_go_ahead=ahead))
+            calls.meet(Claim(ALL, kind="all" if ahead else None))
         calls.settle()
     seconds = time.monotonic() - start
     store.set("told", "")
@@ -248,7 +250,7 @@ def test_ranks_are_absent_that_came_to_fewer_sync_points(alone):
         calls._meeting = Meeting(call, Claim({}), [])
         calls._leave_place(place)
     listed = "rank 0, last at a forward; rank 2, last at no sync point; rank 3, last at no sync point"
-    assert "; ".join(calls._late()) == listed
+    assert "; ".join([text for text, *_ in calls._late()]) == listed
 
 
 def _absent_for_good_reason(rank, size, with_rank_0):
@@ -303,7 +305,7 @@ def test_no_call_waits_for_a_ring_that_was_closed(rank, size):
         limits.keys(store, "told")
         return
     for _ in range(3):
-        calls.meet(Claim(ALL, kind="all", may_go_ahead=True))
+        calls.meet(Claim(ALL, kind="all"))
     calls.close()
     with pytest.raises(RuntimeError, match="the process groups of this ring were destroyed"):
         calls.settle()
@@ -319,7 +321,7 @@ def test_an_abort_that_fails_hides_no_error(rank, size):
 
     calls = Ring(dist.group.WORLD, range(size), rank, abort)
     calls.meet(Claim(ALL, kind="all"))
-    calls.meet(Claim({"call": str(rank)}, kind="all", may_go_ahead=True))
+    calls.meet(Claim({"call": str(rank)}, kind="all"))
     with pytest.raises(ValueError, match="call: 0 on ranks .0., 1 on ranks .1."):
         calls.settle()
     with pytest.raises(ValueError, match="call: 0 on .*make the process group anew"):

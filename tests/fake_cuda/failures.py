@@ -34,7 +34,7 @@ FAILURES: dict[str, dict[str, Any]] = {
     "a rank refuses its call": {"refuses": True, "others": "rank 1 of the ring refused this call"},
     "ranks make different calls": {"mask": Mask.full(), "others": "make different calls"},
     "a rank captures a graph": {"captures": True, "others": "rank 1 of the ring refused this call"},
-    "a rank has fewer tokens": {"fewer": True, "others": "hold [24, 23, 24] tokens, but a rank went ahead"},
+    "a rank has fewer tokens": {"fewer": True, "others": "on ranks [1]; a rank went ahead"},
     "a rank does not come": {"absent": True, "others": "did not come to this call"},
 }
 """By name: what rank 1 of three does, and what the error of each other rank says."""

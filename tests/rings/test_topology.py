@@ -230,7 +230,7 @@ def test_calls_that_go_ahead_meet_no_collective_of_the_model(rank, size):
     calls = agreement_of(Topology.from_group(group, intra_size=size))
     generator = random.Random(rank)
     for step in range(60):
-        calls.meet(Claim({"step": str(step)}, kind="step", may_go_ahead=True))
+        calls.meet(Claim({"step": str(step)}, kind="step"))
         time.sleep(generator.random() * 4e-3)
         found = [torch.zeros(5, dtype=torch.int64) for _ in range(size)]
         dist.all_gather(found, torch.full((5,), rank + 10 * step), group=group)

@@ -192,7 +192,7 @@ def test_a_command_that_starts_ranks_itself(tmp_path):
     launcher = "burst_mcore.deepspeed"
     done = _launched("train-mine", "--lr", "1", folder=tmp_path, launcher=launcher, path=os.defpath)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == [
-        f"rank {rank} ['--lr', '1'] {launcher}.accelerate.model" for rank in range(2)
+        f"rank {rank} ['--lr', '1'] {launcher}.accelerate" for rank in range(2)
     ], done.stderr
     assert done.returncode == 7
 

@@ -80,7 +80,7 @@ class Communicators:
 
         NCCL communicators are aborted: the host has no other means to end their waits.
         """
-        for group, _ in list(self._made.values()):
+        for group in filter(exists, [group for group, _ in list(self._made.values())]):
             group.abort() if dist.get_backend(group) == "nccl" else _disconnect(group)
 
     def close(self) -> None:

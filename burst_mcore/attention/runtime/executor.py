@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
@@ -77,10 +77,6 @@ class GroupTransport:
         transport = GroupTransport.__new__(GroupTransport)
         vars(transport).update(vars(self), _first_tag=label % 2**21 * 2**9)
         return transport
-
-    def connected(self, passes: Iterable[Pass]) -> bool:
-        """Return whether the process groups of these passes exist."""
-        return self._connected.issuperset(passes)
 
     def post(self, channel: Channel, messages: Sequence[tuple[Send | Recv, Buffer]]) -> Sequence[MessageWork]:
         """Start all messages as one batch, in their order (receives first is fastest on gloo)."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from burst_mcore.agreement.claims import digest_of
+from burst_mcore.agreement.agreement import digest_of
 from burst_mcore.layout import Layout, shard
 from burst_mcore.mask import Mask
 from burst_mcore.rollouts.columns import IGNORED, TREE, WEIGHTS, Columns

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_mcore.agreement.agreement import agreement_over
 from burst_mcore.agreement.claims import Claim
-from burst_mcore.agreement.groups import agreement_over
 from burst_mcore.layout import Layout
 from burst_mcore.transformers.data.batches import READ, digest_of_batch, of_tokens, prepared, sharded
 from burst_mcore.transformers.errors import UnsupportedError

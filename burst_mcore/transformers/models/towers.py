@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.functional import pad
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from burst_mcore.agreement.groups import integers_of, on_all_ranks
+from burst_mcore.agreement.agreement import integers_of, on_all_ranks
 from burst_mcore.transformers.models.attention import current
 from burst_mcore.transformers.models.sequence import SequenceParallel
 from burst_mcore.wrap import while_set
