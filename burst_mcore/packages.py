@@ -90,18 +90,10 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, bool]]:
     return [(name, p.default is inspect.Parameter.empty) for name, p in signature.parameters.items()]
 
 
-def has(function: Callable[..., Any], name: str) -> bool:
-    """Return whether the function takes an argument of this name."""
-    return any(argument == name for argument, _ in parameters(function))
-
-
 def refuse_capture(name: str) -> None:
-    """Raise if the current CUDA stream is being captured in a graph.
+    """Raise RuntimeError if the current CUDA stream is being captured in a graph.
 
     Ranks agree on each call and the host reads plans and labels; a replay of a graph does neither.
-
-    Raises:
-        RuntimeError: the stream is being captured.
     """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -67,19 +67,14 @@ def is_finite(value: object) -> bool:
 def no_argument(owner: str, names: Iterable[str], legal: Iterable[str], ours: Mapping[str, str]) -> TypeError:
     """Return the error of arguments that `owner` does not have.
 
-    Args:
-        owner: a function or class of ours.
-        names: the arguments.
-        legal: the arguments that it has.
-        ours: by the name of an argument, the replacement in a call of burst_attention.
+    ours: by the name of an argument, the replacement in a call of burst_attention.
     """
-    legal = [*legal]
     answers = _ANSWERS | {name: f"write burst_attention(..., {x})" for name, x in ours.items()}
     problems = [f"{name}: {answers.get(name) or _nearest(name, legal)}" for name in names]
     return TypeError(f"{owner} has no argument {'; '.join(problems)}")
 
 
-def _nearest(name: str, legal: Sequence[str]) -> str:
+def _nearest(name: str, legal: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, legal, n=1)
     return f"did you mean {near[0]}?" if near else f"legal are {', '.join(legal)}"
 

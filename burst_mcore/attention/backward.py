@@ -1,8 +1,7 @@
 """Backward: one side rotates, followed by its gradient; the other side and its gradient stay.
 
 Algorithms 1 (RingAttention) and 2 (BurstAttention) of the BurstEngine paper.
-Letters: B batch, S rows of this rank, P rows of its ring rank, H query heads, D head dim. P is S,
-or the pooled rows of a head group. Tensors are [B, S or P, H, D], lse and delta [B, H, S or P].
+Letters as in `call`. Tensors are [B, S or P, H, D], lse and delta [B, H, S or P].
 """
 
 from __future__ import annotations
@@ -18,14 +17,8 @@ from torch import Tensor
 from burst_mcore.attention.call import Call, Keys, Queries, Tiles, sendable
 from burst_mcore.attention.geometry.rows import Rows, gather, relative_to, spans
 from burst_mcore.attention.geometry.tiles import Tile
-from burst_mcore.attention.kernels.kernel import BackwardInputs
-from burst_mcore.attention.numerics.merge import (
-    Block,
-    GradientShare,
-    GradientSum,
-    GradientSums,
-    PendingGradients,
-)
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Gradients, Shares
+from burst_mcore.attention.numerics.merge import Block, GradientSum, GradientSums, PendingGradients
 from burst_mcore.attention.numerics.rowwise import output_stand_in
 from burst_mcore.attention.runtime.buffers import Lease, room_like
 from burst_mcore.attention.runtime.executor import Buffer, Exchange, Executor, Transport
@@ -33,13 +26,10 @@ from burst_mcore.attention.runtime.head_exchange import Inward, Outward, pooled_
 from burst_mcore.attention.schedule.actions import Compute, Kind, Pass
 
 
-def backward(
-    call: Call, transport: Transport, queries: Queries, keys: Keys, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(call: Call, transport: Transport, queries: Queries, keys: Keys, out: Tensor) -> Gradients:
     """Return (dq, dk, dv), in the dtypes of q, k and v.
 
     Args:
-        call: the call of the forward.
         queries: q and lse as on the ring, dout and delta of this rank's rows.
         keys: k and v as on the ring.
         out: the output of this rank's rows; the output never rotates.
@@ -66,10 +56,7 @@ class _Sides(NamedTuple):
 
 
 class _Backward(ABC):
-    """The backward of one rank.
-
-    Of a tile, with P = exp(S - LSE) and D = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - D),
-    dQ = scale dS K and dK = scale dS^T Q (the paper's equation 8 and algorithm 2).
+    """The backward of one rank: of a tile, the gradients of `kernels.kernel.Backward`.
 
     O never rotates. Kernels that read O only to form D get a stand-in for the O of other ranks: a tensor
     with rowsum(dO * stand-in) = D (`output_stand_in`).
@@ -96,7 +83,7 @@ class _Backward(ABC):
     def compute(self, action: Compute, received: Buffer, rows: Rows | None, is_last: bool) -> None:
         """Add the gradients of a received block and of the rows that stay, tile by tile."""
 
-    def run(self, transport: Transport, inward: Mapping[Kind, Exchange]) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, transport: Transport, inward: Mapping[Kind, Exchange]) -> Gradients:
         outward = self.outward() if inward else {}
         home = sendable(self.call, self.sides.rotating)
         exchanges, dtype = {**inward, **outward}, self.call.total_dtype
@@ -112,9 +99,7 @@ class _Backward(ABC):
         dq, dk, dv = (*rotated, *stayed) if self.pass_ == Pass.QUERY else (*stayed, *rotated)
         return dq.to(self.queries.q.dtype), dk.to(self.keys.k.dtype), dv.to(self.keys.v.dtype)
 
-    def of_tile(
-        self, q: Block, k: Block, tile: Tile, *, large: bool = False
-    ) -> tuple[GradientShare, GradientShare]:
+    def of_tile(self, q: Block, k: Block, tile: Tile, *, large: bool = False) -> Shares:
         """Return the gradients of a tile, of the side that stays and of the side that rotates."""
         q_rows, k_rows = relative_to(q.rows, tile.q), relative_to(k.rows, tile.k)
         queries = Queries(*[gather(x, q_rows) for x in q.tensors])

@@ -1,9 +1,7 @@
 """Forward: K and V rotate; each tile's partial output is merged into the running softmax.
 
 This is the algorithm "forward pass of Ring/BurstAttention" in the appendix of the BurstEngine paper.
-
-Letters: B batch, S rows of this rank, P rows of its ring rank, H query heads, D head dim. P is S,
-or the pooled rows of a head group. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
+Letters as in `call`. Tensors are [B, S or P, H, D], the statistic lse [B, H, S or P].
 """
 
 from __future__ import annotations

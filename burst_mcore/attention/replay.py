@@ -205,8 +205,6 @@ def save(request: Request, call: Call, recompute: Recompute, attended: Attended,
 
     These are out and lse on the ring of this rank's rows. Then follow lse at home (`Call.lse_at_home`, under
     head x ring), and the max logits of all rows, if requested.
-
-    tokens: the tokens of this rank; the rest of its rows is padding.
     """
     layout, mask, size = request.layout, request.mask, request.ranks.size
     cut = cut_for(recompute.keep, layout, mask, call.plan.n, size, at_most=recompute.at_most).position

@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from burst_mcore.agreement.claims import Signature
-from burst_mcore.attention.checks import (
-    check_group,
-    check_latent,
-    check_settings,
-    check_sinks,
-    check_tensors,
-)
+from burst_mcore.attention.checks import check_group, check_latent, check_settings, check_sinks, check_tensors
 from burst_mcore.attention.geometry.shard import Ranks, Shard
 from burst_mcore.attention.kernels.kernel import Scores
 from burst_mcore.attention.runtime.topology import Topology

@@ -80,8 +80,7 @@ def connect(topology: Topology, config: BurstConfig) -> None:
     ranks = Ranks(topology.size, topology.intra_size)
     if ranks.size % degree:
         raise ValueError(
-            f"head_parallel={degree} is not legal with {ranks.size} ranks, {ranks.intra} a node: it does not "
-            f"divide the {ranks.size} ranks"
+            f"head_parallel={degree} is not legal with {ranks.size} ranks: it does not divide them"
         )
     variants = product(rings_of(config.ring, ranks), placements(config.head_placement, degree, ranks))
     for ring, outer in variants:

@@ -39,8 +39,6 @@ def keys_per_query(mask: Mask, n: int, transposed: bool = False) -> Tensor:
     if transposed:
         bands = exchanged(bands)
     step = mask.stride
-    if step == 1:
-        return _count(bands, n)
     pairs = torch.zeros(n, dtype=torch.int64)
     for first in range(min(step, n)):  # within a residue class, every step-th token is a neighbour
         of_class = of_classes(bands, torch.tensor([first]), step)
@@ -83,10 +81,8 @@ def work(layout: Sharded, mask: Mask, n: int, size: int) -> tuple[Tensor, Tensor
         ValueError: the mask does not fit n tokens, or the layout the number of ranks.
     """
     cuts = torch.tensor([n])
-    of_queries, of_keys = (
-        pairs_before(layout, mask, n, size, cuts, transposed=transposed)[0] for transposed in (False, True)
-    )
-    return of_queries, of_keys
+    of_keys = pairs_before(layout, mask, n, size, cuts, transposed=True)[0]
+    return pairs_before(layout, mask, n, size, cuts)[0], of_keys
 
 
 def pairs_before(

@@ -349,9 +349,6 @@ class Mask:
 
     def clipped(self, n: int) -> Mask:
         """Return the equal mask over n tokens, without window bounds longer than the sequence."""
-        long = [t for t in self.terms if isinstance(t, Window) and t.clipped(n) != t]
-        if not long:
-            return self
         shorter = (t.clipped(n) if isinstance(t, Window) else t for t in self.terms)
         return Mask(tuple(term for term in shorter if term is not None))
 

@@ -118,8 +118,8 @@ OPERATORS = {
 def _lists(pattern: Any, name: str, q: Any, *, by_columns: bool) -> list[Any]:
     """Return the lists of blocks that our own kernel reads, made as for the GPU."""
     sizes = own.launch(name, 32, 2, (9, 0), own.diagonals(pattern) is None)
-    lists, band = own._lists(pattern, sizes, q.device, by_columns=by_columns)
-    return [] if band else [x for x in lists if isinstance(x, CudaTensor)]
+    lists = own._lists(pattern, sizes, q.device, by_columns=by_columns)
+    return [x for x in lists if isinstance(x, CudaTensor)]
 
 
 def _merge_forward(q, k, v, pattern, scores, out, lse, *, fresh):

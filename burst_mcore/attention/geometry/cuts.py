@@ -65,9 +65,7 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
     balanced as the whole sequence (within `EVEN`). Where no cut is balanced, as on plain zigzag, every cut
     that pays is legal. Striped balances every cut. A tie goes to the cut that saves less.
 
-    Args:
-        keep: from 0 to 1.
-        at_most: do not save more than `keep`.
+    at_most: do not save more than `keep`.
 
     Raises:
         ValueError: keep is not from 0 to 1, or n tokens do not fit the mask, or the ranks the layout.
@@ -95,14 +93,11 @@ def cut_for(keep: float, layout: Layout, mask: Mask, n: int, size: int, *, at_mo
 
 @lru_cache(maxsize=256)
 def _say_moved(keep: float, nearest: float, layout: Layout, size: int) -> None:
-    logger.warning(
+    moved = (
         "segment recompute: keep=%.3g is moved to %.3g, the nearest cut that is worth its memory on layout "
-        "%s over %d ranks; striped can be cut anywhere, stacked-zigzag:4 at every quarter",
-        keep,
-        nearest,
-        layout,
-        size,
+        "%s over %d ranks; striped can be cut anywhere, stacked-zigzag:4 at every quarter"
     )
+    logger.warning(moved, keep, nearest, layout, size)
 
 
 def _positions(layout: Layout, n: int, size: int, target: int) -> list[int]:

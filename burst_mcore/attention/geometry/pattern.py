@@ -157,11 +157,6 @@ class Pattern:
         return self.low is None and self.high == 0 and not self.masked
 
     @property
-    def windowed(self) -> bool:
-        """Whether the pattern is a window that is not causal."""
-        return not (self.masked or self.causal or self.full)
-
-    @property
     def pieces(self) -> tuple[Piece, ...]:
         """The parts or sequences, or else the band as one piece; without meaning for a `fixed_table`."""
         if self.packed is not None:

@@ -123,9 +123,7 @@ def everything(size: int, rows: int) -> Reading:
 def reading(layout: Layout, mask: Mask, n: int, placement: Placement, *, of_queries: bool) -> Reading:
     """Return the remote keys, or with `of_queries` the remote queries, of all ring ranks.
 
-    Args:
-        layout: shards the sequence over the ranks.
-        placement: the ranks of each ring rank; their rows are pooled as in `Plan.stretches`.
+    placement: the ranks of each ring rank; their rows are pooled as in `Plan.stretches`.
     """
     size = placement.ring_size
     rows = layout.padded(n, placement.size) // size
@@ -237,8 +235,7 @@ def _stripes(runs: _Runs, bands: Tensor, stride: int) -> Iterator[tuple[Tensor, 
 
 def _clipped(runs: _Runs, run: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of intervals at positions [first, last), counted from the interval's start."""
-    start, length = runs.start[run], runs.length[run]
-    step = runs.step[run]
+    start, step, length = (x[run] for x in (runs.start, runs.step, runs.length))
     before = -((start - first) // step), -((start - last) // step)
     return before[0].clamp(min=0).minimum(length), before[1].clamp(min=0).minimum(length)
 
@@ -302,11 +299,10 @@ def _pairs_by_ring_rank(total: Tensor, runs: _Runs, bands: Tensor, stride: int, 
 def _pairs_by_distance(layout: Layout, bands: Tensor, n: int, ranks: int) -> Tensor | None:
     """Count pairs of equal chunks under one band: they depend only on the distance of two chunks."""
     chunks = layout.chunk_table(n, ranks)
-    if chunks is None or len(bands) != 1 or chunks.shape[1] > 8 or layout.padded(n, ranks) != n:
+    is_one_band = len(bands) == 1 and bands[0, :4].tolist() == [0, n, 0, n]
+    if chunks is None or not is_one_band or chunks.shape[1] > 8 or layout.padded(n, ranks) != n:
         return None
     count = chunks.numel()
-    if bands[0, :4].tolist() != [0, n, 0, n]:
-        return None
     offset = torch.arange(1 - count, count) * (n // count)  # j - i of the first rows
     rows = torch.full_like(offset, n // count)
     pairs = band_pairs_of(rows, rows, bands[0, 4] - offset, bands[0, 5] - offset).double()
@@ -396,9 +392,7 @@ def _joined(spans: Iterable[range]) -> list[range]:
 class Order:
     """The rows of a ring rank in the order of classes, as ranges that do not cross ranges of sent rows.
 
-    Args:
-        rows: as `numbered` returns them.
-        rotate: the ranges of rows that are sent; a range of the order lies within one of them.
+    rotate: the ranges of rows that are sent; a range of the order lies within one of them.
     """
 
     def __init__(self, rows: Sequence[range], rotate: Rows) -> None:

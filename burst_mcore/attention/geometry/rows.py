@@ -97,11 +97,6 @@ def strided(x: Tensor, span: range) -> Tensor:
     return x[:, spread] if axis(x) == 1 else x[:, :, spread]
 
 
-def view(x: Tensor, rows: Rows) -> Tensor | None:
-    """Return these rows without a copy, or None if they are not one ascending range."""
-    return gather(x, rows) if len(rows) == 1 and rows[0].step == 1 else None
-
-
 def relative_to(stored: Rows | None, rows: Rows) -> Rows:
     """Return the places of `rows` in a tensor of the rows `stored` (None: all rows)."""
     if stored is None:

@@ -28,11 +28,8 @@ DIAGONAL = 512
 calls."""
 GATHERED = 2048
 """The maximum mean keys of full pieces of the same query rows that become one tile."""
-
 PACKED = 2**23
 """The maximum pairs of a packed piece: a larger piece fills a GPU by itself."""
-
-
 FAR = 2**31
 """A number above any bound of a sequence, by which two bounds are coded as one number."""
 
@@ -199,9 +196,8 @@ def _one_after_another(sequences: Tensor, left: int, right: int) -> Tile:
     if len(rows) == 1:
         surplus = columns[0] - rows[0]
         return _tile(q, k, None if left < 0 else surplus - left, None if right < 0 else surplus + right)
-    return Tile(
-        q, k, Pattern((sum(rows), sum(columns)), packed=Packed(tuple(rows), tuple(columns), left, right))
-    )
+    packed = Packed(tuple(rows), tuple(columns), left, right)
+    return Tile(q, k, Pattern((sum(rows), sum(columns)), packed=packed))
 
 
 def _area(piece: Piece) -> int:
@@ -220,16 +216,9 @@ def _strips(piece: Piece) -> Iterator[Piece]:
         last = min(first + DIAGONAL, rows)
         left, right = max(0, first + piece.low), min(columns, last + piece.high)
         shift = left - first
-        yield Piece(
-            piece.m0 + first,
-            piece.m0 + last,
-            piece.n0 + left,
-            piece.n0 + right,
-            piece.low - shift,
-            piece.high - shift,
-            piece.step,
-            (piece.shift - shift) % piece.step,
-        )
+        corners = piece.m0 + first, piece.m0 + last, piece.n0 + left, piece.n0 + right
+        low, high = piece.low - shift, piece.high - shift
+        yield Piece(*corners, low, high, piece.step, (piece.shift - shift) % piece.step)
 
 
 def _lowered(piece: Piece, windows: bool, masks: bool) -> Iterator[Tile]:
@@ -316,11 +305,8 @@ def _groups(small: list[Piece]) -> Iterator[list[Piece]]:
     box, calls = (0, 0, 0, 0), 0
     for piece in sorted(small, key=lambda p: (p.m0, p.n0)):
         cost = _area(piece) + CALL * min(piece.step, piece.m1 - piece.m0)
-        union_box = (
-            (min(box[0], piece.m0), max(box[1], piece.m1), min(box[2], piece.n0), max(box[3], piece.n1))
-            if group
-            else piece[:4]
-        )
+        m0, m1, n0, n1 = box if group else piece[:4]
+        union_box = min(m0, piece.m0), max(m1, piece.m1), min(n0, piece.n0), max(n1, piece.n1)
         if group and (union_box[1] - union_box[0]) * (union_box[3] - union_box[2]) + CALL > calls + cost:
             yield group
             group, union_box, calls = [], piece[:4], 0

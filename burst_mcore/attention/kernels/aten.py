@@ -1,10 +1,8 @@
 """The flash kernels that torch ships for CUDA: cuDNN and FlashAttention-2; and flash kernels' conventions.
 
-Their backwards read out only to form delta, so any tensor with the same rowsum(dO * out) is legal.
-
-The conventions: windows, and packed sequences (varlen) by cu_seqlens. For a packed pattern, tensors of a tile
-[B, S, H, D] become [B * S, H, D], and lse and delta [B, H, S] become [H, B * S]: sequence after sequence,
-batch after batch (`takes_flat`).
+Their backwards read out only to form delta. The conventions: windows, and packed sequences (varlen) by
+cu_seqlens. For a packed pattern, tensors of a tile [B, S, H, D] become [B * S, H, D], and lse and delta
+[B, H, S] become [H, B * S]: sequence after sequence, batch after batch (`takes_flat`).
 """
 
 from __future__ import annotations
@@ -120,7 +118,7 @@ def from_lower_right(pattern: Pattern) -> tuple[int, int]:
     """
     if pattern.packed:
         return pattern.packed.left, pattern.packed.right
-    if not pattern.windowed:
+    if pattern.full or pattern.causal:
         return -1, -1
     rows, columns = pattern.shape
     assert rows <= columns, f"a window over {pattern.shape}"
@@ -193,14 +191,13 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scores: Sc
 
 
 def _cudnn_backward(inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients:
-    assert inputs.out is not None
+    dout, q, k, v, out, lse, _ = inputs
+    assert out is not None
     # torch caches cuDNN's plan by sizes, without the strides of dout and out: so both are contiguous.
-    dout, q, k, v, out = heads_first(
-        inputs.dout.contiguous(), inputs.q, inputs.k, inputs.v, inputs.out.contiguous()
-    )
+    dout, q, k, v, out = heads_first(dout.contiguous(), q, k, v, out.contiguous())
     seed = kept(_no_seed, (), device=q.device)
     dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, inputs.lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2],
+        dout, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2],
         k.shape[2], 0.0, pattern.causal, scale=scores.scale,
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -13,8 +13,6 @@ from burst_mcore.attention.geometry.pattern import Pattern
 
 FAR = 2**30
 """A diagonal beyond all others, in 32 bits."""
-
-
 LARGEST_BLOCK = 128
 """The maximum rows or columns of a block: offsets in a block have 8 bits."""
 
@@ -53,10 +51,8 @@ def on_device(lists: Sequence[BlockLists], device: torch.device) -> list[BlockLi
         memory[start : start + x.numel()] = x.flatten()
     copy = memory.to(device, non_blocking=True)
     views = [copy[start : start + x.numel()].view(x.shape) for start, x in zip(ends, tensors, strict=False)]
-    return [
-        BlockLists(*views[i : i + len(BlockLists._fields)])
-        for i in range(0, len(views), len(BlockLists._fields))
-    ]
+    fields = len(BlockLists._fields)
+    return [BlockLists(*views[i : i + fields]) for i in range(0, len(views), fields)]
 
 
 def blocks(pattern: Pattern, block_m: int, block_n: int, *, by_columns: bool) -> BlockLists:

@@ -1,7 +1,4 @@
-"""The flash kernel that torch ships for CPUs.
-
-Its backward reads out only to form delta, so any tensor with the same rowsum(dO * out) is legal.
-"""
+"""The flash kernel that torch ships for CPUs. Its backward reads out only to form delta."""
 
 from __future__ import annotations
 

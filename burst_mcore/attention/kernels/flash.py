@@ -120,7 +120,8 @@ def _flash4_supports(problem: Problem) -> str | None:
     module = _flash4()
     if isinstance(module, str):
         return module
-    names = [name for name in ("dlse", "deterministic") if not packages.has(module._flash_attn_bwd, name)]
+    known = dict(packages.parameters(module._flash_attn_bwd))
+    names = [name for name in ("dlse", "deterministic") if name not in known]
     return f"this flash-attn-4's backward has no {', '.join(names)}" if names else None
 
 

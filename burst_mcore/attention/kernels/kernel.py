@@ -55,7 +55,7 @@ Results = tuple[Tensor, Tensor]
 """out and lse of a tile: see `Forward`."""
 Shares = tuple[GradientShare, GradientShare]
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv of a tile: see `Backward`."""
+"""dq, dk and dv: see `Backward`."""
 
 
 class Forward(Protocol):
@@ -100,7 +100,7 @@ class Backward(Protocol):
     """(dq, dk, dv) of this tile, new tensors in the dtypes of q, k, v: summands of the whole gradients.
 
     With P = exp(s - lse): dv = P^T dout, dS = P * (dout v^T - delta), dq = scale dS k, dk = scale dS^T q
-    (BurstEngine, algorithm 2). A softcap multiplies dS by tanh' = 1 - (s / softcap)^2.
+    (BurstEngine, equation 8 and algorithm 2). A softcap multiplies dS by tanh' = 1 - (s / softcap)^2.
     """
 
     def __call__(self, inputs: BackwardInputs, pattern: Pattern, scores: Scores) -> Gradients: ...

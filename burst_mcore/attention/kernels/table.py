@@ -51,8 +51,6 @@ PREFERENCE: dict[int | None, tuple[str, ...]] = {
 Only our own kernel, "triton", takes float32.
 The order is a guess: this project has measured none of these kernels yet. "auto" never chooses a kernel that
 is neither here nor in `by_rank` for the CPU."""
-
-
 OWN = 1.6
 """The time of a pair in our own kernel over the time in a stock kernel."""
 

@@ -191,10 +191,9 @@ def merge_forward(
     """Merge a tile's results into out [B, M, H, Dv] and lse [B, H, M], in place; set both if `fresh`."""
     batch, rows, heads, dim = q.shape
     wide_dim, value_dim = _power(dim), _power(v.shape[-1])
-    sizes = launch(
-        "forward", wide_dim + value_dim, q.itemsize, packages.capability(), diagonals(pattern) is None
-    )
-    lists, band = _lists(pattern, sizes, q.device, by_columns=False)
+    band = diagonals(pattern) is not None
+    sizes = launch("forward", wide_dim + value_dim, q.itemsize, packages.capability(), not band)
+    lists = _lists(pattern, sizes, q.device, by_columns=False)
     _device_code().forward[(-(-rows // sizes.rows) * batch * heads,)](
         q, k, v, None if band else _spoilt(v, _units(k, scores)), out, lse, *lists, scores.scale,
         scores.softcap or 0.0, rows, k.shape[1], heads, heads // k.shape[2], *q.stride()[:3],
@@ -294,11 +293,10 @@ def _gradients(
     batch, rows, heads, dim = inputs.q.shape
     columns, kv_heads = inputs.k.shape[1:3]
     wide_dim, value_dim, code = _power(dim), _power(inputs.v.shape[-1]), _device_code()
-    sizes = launch(
-        name, wide_dim + value_dim, inputs.q.itemsize, packages.capability(), diagonals(pattern) is None
-    )
+    band = diagonals(pattern) is not None
+    sizes = launch(name, wide_dim + value_dim, inputs.q.itemsize, packages.capability(), not band)
     flags = {"KEYS": name != "dv", "VALUES": name != "dk", "QUERIES": name == "all"} if name != "dq" else {}
-    lists, band = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
+    lists = _lists(pattern, sizes, inputs.q.device, by_columns=name != "dq")
     blocks = -(-rows // sizes.rows) * heads if name == "dq" else -(-columns // sizes.columns) * kv_heads
     units: tuple[Tensor | None, ...] = ()
     lse, delta = inputs.lse, inputs.delta
@@ -350,16 +348,16 @@ _Key = tuple[str, int, int, bool, torch.device]
 
 def _lists(
     pattern: Pattern, sizes: Launch, device: torch.device, *, by_columns: bool
-) -> tuple[tuple[Tensor | int | None, ...], bool]:
-    """Return the pattern as kernel arguments, and whether it is a band, without lists."""
+) -> tuple[Tensor | int | None, ...]:
+    """Return the pattern as kernel arguments: the lists of its blocks, or the diagonals of a band."""
     band = diagonals(pattern)
     if band is not None:
-        return (*(None,) * len(BlockLists._fields), *band), True
+        return (*(None,) * len(BlockLists._fields), *band)
     key = _key(sizes, device, by_columns=by_columns)
     if key not in pattern.kernel_cache:
         _make_lists([(pattern, key)])
     lists: BlockLists = pattern.kernel_cache[key]
-    return (*lists, 0, 0), False
+    return (*lists, 0, 0)
 
 
 def _key(sizes: Launch, device: torch.device, *, by_columns: bool) -> _Key:

@@ -196,9 +196,7 @@ def _rows_if(base, at, stride, valid, CHECKED: tl.constexpr, USED: tl.constexpr,
 
 
 @triton.jit
-def spoilt_rows(
-    x, notes, rows, heads, x_batch, x_row, x_head, USED: tl.constexpr, DIM: tl.constexpr
-):  # fmt: skip
+def spoilt_rows(x, notes, rows, heads, x_batch, x_row, x_head, USED: tl.constexpr, DIM: tl.constexpr):
     """Set notes of non-finite rows to NaN; notes: [B, H, whole blocks of NOTED rows]."""
     block, batch, head = _place(rows, heads, NOTED)
     m = block * NOTED + tl.arange(0, NOTED)
@@ -227,9 +225,7 @@ def _attend(
     s = _scores(q, k, scale, softcap, SOFTCAP, PRECISION) * unit
     v = _rows_if(v_base, n, v_stride, valid, KIND != WHOLE, VALUE_USED, VALUE_DIM)
     if KIND != WHOLE:
-        allowed = _allowed(
-            entries, entry, block, other_block, low, high, rows, columns, ROWS, COLUMNS, BAND
-        )  # fmt: skip
+        allowed = _allowed(entries, entry, block, other_block, low, high, rows, columns, ROWS, COLUMNS, BAND)
         s = tl.where(allowed, s, -float("inf"))
     greatest = tl.maximum(maximum, tl.max(s, 1))
     finite = tl.where(greatest == -float("inf"), 0.0, greatest)
@@ -330,9 +326,7 @@ def _statistics(lse, delta, m, lse_row, delta_row, rows):
 
 
 @triton.jit
-def _put_rows(
-    base, values, at, stride, limit, FRESH: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr
-):  # fmt: skip
+def _put_rows(base, values, at, stride, limit, FRESH: tl.constexpr, USED: tl.constexpr, DIM: tl.constexpr):
     """Set (FRESH) rows `at` of a matrix, below `limit`, or add to them, in at least float32."""
     e = tl.arange(0, DIM)
     to = base + at.to(tl.int64)[:, None] * stride + e[None, :]

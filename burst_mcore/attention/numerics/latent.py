@@ -71,8 +71,7 @@ class Expansion:
         """
         batch, rows = compressed.shape[:2]
         of_weights = [x.reshape(batch * rows, x.shape[2] * x.shape[3]) for x in (dk[..., : self._key], dv)]
-        latent = sum(_product(x, weight) for x, weight in zip(of_weights, self._weights, strict=True))
-        assert isinstance(latent, Tensor)
+        of_keys, of_values = map(_product, of_weights, self._weights)
         inputs = compressed.reshape(batch * rows, compressed.shape[3])
         shares = [_product(x.T, inputs) for x in of_weights]
         if self._sums:
@@ -81,7 +80,7 @@ class Expansion:
         else:
             self._sums = shares
         rope = dk[..., self._key :].sum(2, keepdim=True, dtype=wide(dk.dtype))
-        return latent.view(batch, rows, 1, compressed.shape[3]), rope
+        return (of_keys + of_values).view(batch, rows, 1, compressed.shape[3]), rope
 
     def weight_gradient(self) -> Tensor:
         """Return the gradient of `up`, summed so far; zeros for other heads, and without any rows."""
@@ -94,12 +93,7 @@ class Expansion:
 
 
 class _Expanded:
-    """Expanded rows of a latent: K and V, and the sums of their gradients.
-
-    Args:
-        latent: the latent and the rope key, with the sums of their gradients.
-        rows: the rows to expand.
-    """
+    """Expanded rows of a latent and its rope key: K and V, and the sums of their gradients."""
 
     def __init__(self, expansion: Expansion, latent: Block, rows: Rows) -> None:
         self._expansion, self._latent, self._rows = expansion, latent, rows

@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, shares, strided, view
+from burst_mcore.attention.geometry.rows import Rows, count, gather, relative_to, shares, strided
 from burst_mcore.attention.numerics.rowwise import add_up, combine
 from burst_mcore.dtypes import of_parts
 
@@ -51,9 +51,7 @@ class KeyBlocks:
     def block(self, owner: int, received: Block, read: Callable[[], Rows]) -> Block:
         """Return K and V of a received block, with the sums of their gradients: the same until `close`.
 
-        Args:
-            owner: the ring rank that owns the rows.
-            read: returns the rows that tiles will read.
+        read: returns the rows that tiles will read.
         """
         return received
 
@@ -126,7 +124,7 @@ class _Sum(ABC):
 
         None if a copy would be needed.
         """
-        if view(self._like, rows) is None:
+        if len(rows) != 1 or rows[0].step != 1:
             return None
         if self._limit == 0 and any([segment.parts for _, segment in self._segments.over(self._all)]):
             self._settled(self._all)  # a large pending part is released before a kernel allocates others
@@ -282,9 +280,7 @@ class GradientSum(_Sum):
 class GradientSums:
     """The running gradients of the tensors of a block.
 
-    Args:
-        like: the tensors.
-        stored: the owner's rows in the tensors; None: all.
+    stored: the owner's rows in the tensors; None: all.
     """
 
     def __init__(self, like: KernelResults, stored: Rows | None = None) -> None:

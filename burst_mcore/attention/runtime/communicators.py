@@ -58,10 +58,7 @@ class Communicators:
         """See `executor.Transport`."""
 
     def carrier(self, link: str, kind: str, members: tuple[int, ...], max_ctas: int) -> Carrier:
-        """Return the group for messages of a kind on a link between `members`, ranks of the ring.
-
-        max_ctas: the thread blocks (CTAs) that NCCL may use.
-        """
+        """Return the group for messages of a kind on a link between `members`, ranks of the ring."""
         key = (members, link, kind, max_ctas)
         if key not in self._made:
             group = self._group(link, members, max_ctas)

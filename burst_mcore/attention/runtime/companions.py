@@ -26,7 +26,6 @@ def companion(
     Args:
         ranks: in the order of the communicator.
         backend: "gloo" or "nccl".
-        timeout: the time-out of its operations.
         max_ctas: the thread blocks (CTAs) that NCCL may use.
         priority: use a high-priority stream, so that NCCL messages do not queue behind compute.
     """
@@ -40,14 +39,9 @@ def companion(
             list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
         )
     assert isinstance(group, dist.ProcessGroup)
-    if backend == "nccl":
-        start(group)
+    if backend == "nccl":  # lazy, and some ranks may have no first message that would start it
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])
     return group
-
-
-def start(group: dist.ProcessGroup) -> None:
-    """Start a lazy NCCL communicator now: some ranks may have no first message that would start it."""
-    dist.barrier(group, device_ids=[torch.cuda.current_device()])
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_mcore.attention.geometry.rows import Rows, axis
+from burst_mcore.attention.geometry.rows import Rows, axis, strided
 from burst_mcore.attention.runtime.buffers import Lease
 from burst_mcore.attention.runtime.executor import Buffer
 from burst_mcore.attention.schedule.actions import Pack, Unpack
@@ -61,7 +61,7 @@ class Inward:
         for pooled, piece in zip(self.pooled, _opened(parcel, pieces) if parcel else pieces, strict=True):
             start = 0
             for rows in self._group.rows[action.member]:
-                _rows(pooled, rows).copy_(_rows(piece, range(start, start + len(rows))))
+                strided(pooled, rows).copy_(strided(piece, range(start, start + len(rows))))
                 start += len(rows)
 
 
@@ -83,7 +83,7 @@ class Outward:
         parcel = self.empty()
         pieces, start = _opened(parcel, self._group.share(self.local, action.member)), 0
         for rows in self._group.rows[action.member]:
-            self._results(rows, tuple(_rows(piece, range(start, start + len(rows))) for piece in pieces))
+            self._results(rows, tuple(strided(piece, range(start, start + len(rows))) for piece in pieces))
             start += len(rows)
         return parcel
 
@@ -131,7 +131,3 @@ def _heads_axis(x: Tensor) -> int:
 
 def _heads(x: Tensor) -> int:
     return x.shape[_heads_axis(x)]
-
-
-def _rows(x: Tensor, rows: range) -> Tensor:
-    return x.narrow(axis(x), rows.start, len(rows))

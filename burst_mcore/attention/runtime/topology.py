@@ -97,7 +97,8 @@ class Topology:
         if facts.communicators is None:
             _ask("ring", "", group)  # a rank that does not come is named here; making a group would wait
             ranks = dist.get_process_group_ranks(group)
-            facts.communicators = Communicators(ranks, {"whole": group}, _control(ranks, group))
+            control = companion(ranks, "gloo", timeout_of(group))
+            facts.communicators = Communicators(ranks, {"whole": group}, control)
         return cls(rank, size, intra_size, rates, facts.communicators)
 
     @classmethod
@@ -126,9 +127,7 @@ class Topology:
     @classmethod
     def _from_groups(cls, intra: dist.ProcessGroup, inter: dist.ProcessGroup) -> Topology:
         m, l = dist.get_rank(inter), dist.get_rank(intra)  # noqa: E741  # node m, local l
-        rows = [
-            json.loads(row) for row in _ask("rows", json.dumps(dist.get_process_group_ranks(intra)), inter)
-        ]
+        rows = [*map(json.loads, _ask("rows", json.dumps(dist.get_process_group_ranks(intra)), inter))]
         # A rank checks one column of the grid; an error in another column must raise here as well.
         for problem in _ask("columns", _why_no_grid(rows, l, dist.get_process_group_ranks(inter)), intra):
             if problem:
@@ -139,7 +138,7 @@ class Topology:
         groups = {"intra": intra, "inter": inter}
         if 1 in (len(rows), sizes[0]):
             groups["whole"] = intra if len(rows) == 1 else inter
-        communicators = Communicators(ranks, groups, _control(ranks, intra))
+        communicators = Communicators(ranks, groups, companion(ranks, "gloo", timeout_of(intra)))
         return cls(m * sizes[0] + l, len(ranks), sizes[0], communicators=communicators)
 
 
@@ -246,8 +245,3 @@ def _check_divides(intra_size: int, size: int) -> None:
             f"intra_size must divide the {size} ranks of the group: one of {divisors}, got "
             f"{brief(intra_size)}"
         )
-
-
-def _control(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a private gloo group over the ranks, with the time-out of `like`."""
-    return companion(ranks, "gloo", timeout_of(like))

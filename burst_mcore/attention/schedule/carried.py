@@ -83,8 +83,6 @@ class Itinerary:
 
     The owner does not count as a reader.
 
-    turn: the direction of blocks, 1 to higher ring ranks, -1 to lower.
-
     Attributes:
         first, last: [segments, rounds]: the first and last place of a reader; `intra` and -1 if none.
         first_round: [segments]: the first round after round 0; `nodes` if none.

@@ -36,11 +36,6 @@ def direct(ring_rank: int, size: int, *, gradients: bool, messages: Messages[T] 
 
     Blocks are read in the order of the distance to their owners, so that at any time all ring ranks send in
     the same direction. Pairs of ring ranks without common work exchange no message.
-
-    Args:
-        ring_rank: the ring rank of the program, of `size`.
-        gradients: whether gradients go back.
-        messages: the rows that each ring rank reads.
     """
     return tuple(_DirectWriter(ring_rank, size, messages, gradients).actions())
 

@@ -99,10 +99,6 @@ def with_heads(
     while the next are computed. The gradient that followed the block leaves in whole, at the very end.
 
     Args:
-        ring: the program of the ring rank, between ring ranks.
-        rank: this rank.
-        placement: the ranks of each head group.
-        moves: the blocks, rows and gradients of the pass.
         by_part: compute the first and last step member by member; else all rows at once.
         leaving: the rows of results that are sent after each step; default all after the last step.
     """

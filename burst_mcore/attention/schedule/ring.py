@@ -59,8 +59,6 @@ def double_ring(
     result: only the owner's local gradient is still to be added.
 
     Args:
-        ring_rank: the ring rank of the program, of nodes * intra.
-        gradients: whether gradients follow the blocks.
         messages: the rows of each message; messages without rows are left out.
         turn: 1 if blocks go to higher ring ranks, -1 if they go to lower ones.
     """

@@ -261,10 +261,7 @@ Communicator = tuple[str, Kind, tuple[int, ...]]
 def communicator_of(channel: Channel, rank: int, route: Route, intra_size: int) -> Communicator:
     """Return the communicator of a rank's messages on a channel: NCCL runs messages of one in their order.
 
-    Args:
-        channel: link and kind of the messages.
-        rank: one of the ranks of `route`.
-        intra_size: ranks of a node.
+    intra_size: ranks of a node.
     """
     size = route.size
     everyone, several_nodes = tuple(range(size)), size > intra_size
