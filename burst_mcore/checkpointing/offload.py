@@ -21,16 +21,9 @@ class OnDevice:
         self._versions = _versions(suffix.tensors)
 
     def take(self) -> SavedSuffix:
-        """Return the saved tensors.
-
-        Raises:
-            RecomputeError: a tensor was modified in place.
-        """
+        """Return the saved tensors. Raises RecomputeError if one was modified in place."""
         if _versions(self._suffix.tensors) != self._versions:
-            raise RecomputeError(
-                "the output of burst_attention was modified in place, but a recompute policy keeps it for "
-                "backward: do not write to it"
-            )
+            raise RecomputeError("burst_attention's output was modified in place, but backward needs it")
         return self._suffix
 
 

@@ -80,8 +80,7 @@ class Record:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Wrap the forward: record the calls in it, from the first on."""
-        self.call_ids, self.held = [], []
+        """Wrap the forward: record the calls in it."""
         with while_set(entered, recordings=(*entered.recordings, self), in_checkpoint=True):
             yield
 
@@ -94,11 +93,7 @@ class Record:
 
     @contextlib.contextmanager
     def recomputation(self) -> Iterator[None]:
-        """Wrap the recomputation.
-
-        Raises:
-            RecomputeError: the recomputation ended with fewer calls than the forward.
-        """
+        """Wrap the recomputation. Raises RecomputeError if it makes fewer calls than the forward."""
         self.repeated = 0
         with while_set(entered, replays=(*entered.replays, self), in_checkpoint=True):
             yield

@@ -17,11 +17,10 @@ from burst_mcore.attention.api import burst_attention
 from burst_mcore.attention.runtime.topology import Topology
 from burst_mcore.config import BurstConfig
 from burst_mcore.mask import Mask
+from burst_mcore.words import brief
 
 CONTIGUOUS = BurstConfig(layout="contiguous", head_parallel="auto")
 """The callers' layout; with head parallelism where it is faster, since contiguous parts are not balanced."""
-PREFIX = "flash_attention_"
-"""The prefix of the names of replaced attention functions."""
 
 
 class _State:
@@ -47,7 +46,7 @@ def substitute_hf_flash_attn(process_group: dist.ProcessGroup, heads_k_stride: i
 
     size = dist.get_world_size(process_group)
     _State.topology = Topology.from_group(process_group) if size > 1 else Topology.single()
-    for name in [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith(PREFIX)]:
+    for name in [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("flash_attention_")]:
         _originals.setdefault(name, ALL_ATTENTION_FUNCTIONS[name])
         ALL_ATTENTION_FUNCTIONS.register(name, _attend)
 
@@ -58,17 +57,13 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: dist.Proces
     Args:
         cu_seqlens: ends of the documents, from 0 to the number of tokens. Tokens after the last end, up to
             the next multiple of the ranks, are padding: axolotl pads a row after this call.
-        process_group: as in `substitute_hf_flash_attn`.
 
     Raises:
         ValueError: cu_seqlens do not ascend from 0.
     """
     ends = [int(end) for end in cu_seqlens.flatten().tolist()]
     if not ends or ends[0] != 0 or ends != sorted(ends) or ends[-1] == 0:
-        raise ValueError(
-            "cu_seqlens must ascend from 0 to the number of tokens of the whole row, "
-            f"got {ends[:8]}{' ...' if len(ends) > 8 else ''} to {ends[-1:]}"
-        )
+        raise ValueError(f"cu_seqlens must ascend from 0 to the number of tokens, got {brief(ends)}")
     tokens = ends[-1] + -ends[-1] % dist.get_world_size(process_group)
     _State.ends = tuple(dict.fromkeys([*ends, tokens]))
 

@@ -57,16 +57,13 @@ class BurstDistributedAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Attend.
+        """Return the attention's output, as `query` is.
 
         Args:
             query: [local tokens, batch, heads, head_dim], or with the batch first (gather_idx 1).
             key, value: the same, of the K/V heads.
             args, kwargs: of the local attention, rotary_pos_emb too: none that says something. Rotate q and k
                 before.
-
-        Returns:
-            As query.
         """
         if {batch_dim_idx, self.gather_idx} != {0, 1}:
             raise UnsupportedError("dimensions", f"tokens in {self.gather_idx}, the batch in {batch_dim_idx}")

@@ -49,11 +49,7 @@ class Checkpointing:
     )
 
     def recomputed(self) -> Policy | None:
-        """Return the policy of checkpointed layers; None where there are none.
-
-        Raises:
-            ValueError: keep and memory_gb are not legal, or not together.
-        """
+        """Return the policy of checkpointed layers, if any. Raises ValueError as `Segment` does."""
         if self.policy == "none":
             return None
         policies = {"full": Full, "attention": KeepAttention}
@@ -86,11 +82,7 @@ ONLY_FOR = {"keep": ("segment",), "memory_gb": ("segment",), "offload": ("attent
 
 
 def section_of(config: Mapping[str, Any]) -> Section:
-    """Return the section of a DeepSpeed configuration; all defaults if there is none.
-
-    Raises:
-        SectionError: a key or a value is not legal.
-    """
+    """Return the section of a configuration; all defaults if there is none. Raises SectionError."""
     for key in config:  # a typing error in the section's own name would turn all of it off
         is_similar = "burst" in key.lower() or difflib.get_close_matches(key, [KEY], cutoff=0.8)
         if KEY not in config and is_similar:

@@ -120,22 +120,18 @@ def _numbers(
     a: LossArguments, tp_group: dist.ProcessGroup | None, wrong: str | None
 ) -> tuple[tuple[int, ...], int]:
     """Return the numbers that tp_group compares, and the number of valid labels, if `a` is legal."""
-    _refuse(_wrong(a, tp_group) or wrong)
+    try:
+        Terms(**a.terms)
+        size = 1 if tp_group is None else dist.get_world_size(tp_group)
+        reason = _wrong_tensors(a) or _wrong_weights(a.weights) or _wrong_words(a) or _wrong_shapes(a, size)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    _refuse(reason or wrong)
     *labels, illegal, valid_tokens = _values(a)
     if illegal and a.weights is not None:
         lowest, highest = a.weights.min().item(), a.weights.max().item()
         raise ValueError(f"weights must be finite and at least 0, got {lowest} to {highest}")
     return (len(a.weight), *labels, 0 if tp_group is None else fingerprint(a.weight)), valid_tokens
-
-
-def _wrong(a: LossArguments, tp_group: dist.ProcessGroup | None) -> str | None:
-    """Return the error in this rank's arguments; None if they are legal."""
-    try:
-        Terms(**a.terms)
-        size = 1 if tp_group is None else dist.get_world_size(tp_group)
-        return _wrong_tensors(a) or _wrong_weights(a.weights) or _wrong_words(a) or _wrong_shapes(a, size)
-    except (ValueError, TypeError, OverflowError) as error:
-        return str(error)
 
 
 def _wrong_tensors(a: LossArguments) -> str | None:

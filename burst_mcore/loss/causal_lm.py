@@ -36,13 +36,9 @@ def patch_causal_lm(
     state_dict, class and loss_function stay unchanged; copies of the model are patched, too.
 
     Args:
-        model: A decoder whose output embeddings are a torch.nn.Linear; patched in place. A second patch
-            replaces the options of the first.
-        chunk_tokens: As `fused_linear_cross_entropy` has it.
-        grad_weight_dtype: The same.
-
-    Returns:
-        The model.
+        model: A decoder whose output embeddings are a torch.nn.Linear; patched in place, and returned. A
+            second patch replaces the options of the first.
+        chunk_tokens, grad_weight_dtype: As `fused_linear_cross_entropy` has them.
 
     Raises:
         ValueError: if the model cannot be patched.
@@ -61,10 +57,7 @@ def patch_causal_lm(
 
 
 def unpatch_causal_lm(model: AnyModel) -> AnyModel:
-    """Undo `patch_causal_lm`; a no-op for a model that is not patched.
-
-    Returns:
-        The model.
+    """Undo `patch_causal_lm`, if the model is patched, and return the model.
 
     Raises:
         ValueError: if other code has wrapped the patched forward since; undo this first.
@@ -90,11 +83,7 @@ def unpatched(model: nn.Module) -> Iterator[None]:
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """Return the output embeddings of a model that can be patched.
-
-    Raises:
-        ValueError: the reason why the model cannot be patched.
-    """
+    """Return the output embeddings of a model. Raises ValueError with the reason why it cannot be patched."""
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder and a decoder, not a causal LM")

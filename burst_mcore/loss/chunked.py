@@ -117,7 +117,6 @@ def automatic_chunk(tokens: int, width: int, products: Products, most_bytes: int
     Args:
         tokens: number of tokens that have a loss.
         width: columns of the logits, or the hidden size, if larger: chunks have buffers of both.
-        products: the products of a chunk.
         most_bytes: the maximum size of a chunk's logits, unless two tiles are larger.
     """
     itemsize = products.logits.itemsize
@@ -142,8 +141,6 @@ def forward(
         hidden: [tokens, d].
         labels: [tokens], of the whole vocabulary, or the ignored index.
         weights: [tokens] in at least float32: expected upstream gradients, up to a scalar. None: all equal.
-        head: the head and the terms of its loss.
-        needs: the requested gradients, and whether metrics are requested.
     """
     tokens, vocabulary, full = len(hidden), head.vocabulary, wide(hidden.dtype)
     valid = labels != head.ignore_index
@@ -213,12 +210,9 @@ def repair(
     """Add sum_i missing_i dl_i/dW to d_weight, likewise for the bias: two products a token.
 
     Args:
-        d_weight: [v, d], or None.
-        d_bias: [v], or None.
-        hidden: [tokens, d], of the tokens to repair.
-        labels: [tokens].
+        d_weight, d_bias: [v, d] and [v].
+        hidden, labels: [tokens, d] and [tokens], of the tokens to repair; `head` is of these tokens, too.
         missing: [tokens] in at least float32, of any sign.
-        head: As in `forward`, of these tokens.
     """
     alpha = 2.0 ** (torch.frexp(missing.abs().max())[1].item() - 1)
     # Divide by alpha: float16 holds hidden states times 1, not times 1e-6. A tensor divides exactly; for a

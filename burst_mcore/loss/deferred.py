@@ -42,10 +42,8 @@ class DeferredLogits:
     """A stand-in for the logits [..., V] of `hidden` [..., d] in a model's own code, up to its cross-entropy.
 
     Its value is cap(head(hidden)) * multiplier / divisor; cap(x) is x, or tanh(x / softcap). The two factors
-    are separate, so that 30 * tanh(x / 30) has a temperature of exactly 1.
-
-    Raises:
-        TypeError: from `head.refuse`, at an unsupported operation.
+    are separate, so that 30 * tanh(x / 30) has a temperature of exactly 1. Unsupported operations raise the
+    TypeError of `head.refuse`.
     """
 
     hidden: Tensor
@@ -108,9 +106,7 @@ class DeferredLogits:
     ) -> Tensor:
         """Compute torch.nn.functional.cross_entropy of logits [N, V] or [V]."""
         if weight is not None or size_average is not None or reduce is not None:
-            self.head.refuse(
-                "weights classes, or uses options that torch has deprecated, in cross_entropy of"
-            )
+            self.head.refuse("weights classes, or uses deprecated options, in cross_entropy of")
         if self.ndim > 2 or target.is_floating_point():
             self.head.refuse("takes the cross-entropy over other classes than the vocabulary of")
         temperature = self._scale() * (1.0 if self.softcap is None else self.softcap)

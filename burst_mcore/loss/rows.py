@@ -46,8 +46,6 @@ def logits_to_gradients(
         labels: [tokens], columns of the logits, -1 for a column of another rank.
         label_logits: [tokens], in at least float32 if `separates_labels`: `out` has 0 in the labels' columns.
         scale: [tokens] in at least float32. None: no gradients.
-        terms: those of the loss.
-        vocabulary: this rank's part of the vocabulary.
         out: [tokens, v]; may be `logits` itself.
         metrics: whether to compute the maximum and the entropy, else 0.
 

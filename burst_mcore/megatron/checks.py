@@ -69,9 +69,7 @@ def check_arguments(arguments: Any) -> None:
         layout, tokens = Layout.of(burst.layout), arguments.seq_length or 0
         layouts.refuse_assumed_zigzag(arguments, layouts.Sharding(layout, flags.packed_of(arguments)))
         if tokens % (divisor := layout.divisor(size)):
-            raise ValueError(
-                f"--seq-length {tokens} is no multiple of {divisor}: layout {layout} on {size} ranks needs it"
-            )
+            raise ValueError(f"--seq-length {tokens} is no multiple of {divisor}: layout {layout} needs it")
 
 
 def use_burst(arguments: Any) -> None:
@@ -181,10 +179,8 @@ def configured(
     if routing is None:
         routing = [flags.flag_of(name) for name in ROUTING if getattr(burst, name) != SETTINGS[name].default]
     if routing:
-        raise ValueError(
-            f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {routing[0]}: give one "
-            "of them"
-        )
+        both = f"--cp-comm-type {cp_comm_type} says how ranks communicate, and so does {routing[0]}"
+        raise ValueError(f"{both}: give one of them")
     if word == "a2a":
         return replace(burst, head_parallel=size)
     if word == "allgather":

@@ -168,10 +168,7 @@ class BurstCoreAttention(Rebindable):
         topology = self._topology_of_call(packed_seq_params)
         batch = self._packing(packed_seq_params, query.shape[0] * topology.size, topology.size)
         if batch is not None and attention_mask is not None:
-            raise ValueError(
-                f"layer {self.layer_number}: attention_mask must be None with packed sequences, whose "
-                f"cu_seqlens say what is masked"
-            )
+            raise ValueError(f"layer {self.layer_number}: attention_mask must be None for packed sequences")
         if batch is None and kind in PADDING:
             raise ValueError(
                 f"layer {self.layer_number}: mask type {kind} needs packed sequences (PackedSeqParams of "
@@ -243,8 +240,7 @@ class BurstCoreAttention(Rebindable):
         if topology.size > 1:
             raise ValueError(
                 f"layer {self.layer_number}: burst attention does not decode with a cache under context "
-                f"parallelism (queries of {query.shape[0]} tokens, keys of {key.shape[0]}): generate at "
-                f"--context-parallel-size 1"
+                f"parallelism ({query.shape[0]} tokens, {key.shape[0]} keys): use --context-parallel-size 1"
             )
         (new, n), device = (query.shape[0], key.shape[0]), query.device
         mask = (Mask.causal() if self.attn_mask_type in CAUSAL or new == 1 else Mask.full()) & self.window
@@ -271,9 +267,7 @@ class BurstCoreAttention(Rebindable):
             return self.topology if size is None else Topology.single()
         if group is None or (size is not None and size != group.size()):
             actual = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
-            raise ValueError(
-                f"layer {self.layer_number}: packed_seq_params have local_cp_size {size}, but {actual}"
-            )
+            raise ValueError(f"layer {self.layer_number}: the call has local_cp_size {size}, but {actual}")
         if group not in self._topologies:
             connect(self._topology_over(group, self.burst_config), self.burst_config)
         return self._topologies[group]
@@ -343,10 +337,8 @@ def _sinks(config: TransformerConfig, pg_collection: Any) -> Tensor | None:
 
 def _legal(kind: AttnMaskType, layer_number: int) -> AttnMaskType:
     if kind not in (*CAUSAL, *FULL):
-        raise ValueError(
-            f"layer {layer_number}: burst attention takes mask types causal and no_mask, and for packed "
-            f"sequences padding_causal and padding, got {kind}"
-        )
+        legal = "causal and no_mask, for packed sequences padding_causal and padding"
+        raise ValueError(f"layer {layer_number}: burst attention takes mask types {legal}, got {kind}")
     return kind
 
 
@@ -355,12 +347,9 @@ def _group(config: TransformerConfig, pg_collection: Any) -> Any:
     group = getattr(pg_collection, "cp", None)
     if group is None:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
-    size = group.size() if group is not None else 1
-    if config.context_parallel_size not in (1, size):
-        raise ValueError(
-            f"the model's context_parallel_size is {config.context_parallel_size}, but its context-parallel "
-            f"process group has {size} ranks"
-        )
+    size, expected = group.size() if group is not None else 1, config.context_parallel_size
+    if expected not in (1, size):
+        raise ValueError(f"the model's context_parallel_size is {expected}, but its group has {size} ranks")
     return group
 
 
@@ -374,10 +363,8 @@ def _levels(config: TransformerConfig, group: Any, pg_collection: Any) -> Any:
     )
     if len(sizes) != 2 or not levels or [level.size() for level in levels] != list(sizes):
         actual = [level.size() for level in levels or ()]
-        raise ValueError(
-            f"burst attention takes two hierarchical context-parallel sizes, ranks of a node and nodes, with "
-            f"their process groups; got sizes {list(sizes)} and groups of {actual}"
-        )
+        words = "burst attention takes two hierarchical groups, of a node and between nodes"
+        raise ValueError(f"{words}; got sizes {list(sizes)} and groups of {actual}")
     return levels
 
 

@@ -42,9 +42,7 @@ def enable() -> None:
     Call it in the thread that trains. Raises RuntimeError if CUDA is available: a GPU must not be hidden.
     """
     if torch.cuda.is_available():
-        raise RuntimeError(
-            "CPU support for Megatron refuses to start: CUDA is available. Run on the GPU instead."
-        )
+        raise RuntimeError("CPU support for Megatron refuses to start: CUDA is available, run on the GPU")
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = _CUDA["get_rng_state"]

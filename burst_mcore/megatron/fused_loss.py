@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_mcore.loss import fused_linear_cross_entropy
@@ -30,10 +31,8 @@ class UnmadeLogits:
         return UnmadeLogits(self.hidden, self.weight, self.factor * factor)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"the fused loss makes no logits, but something asks for their {name!r}: train without "
-            "--burst-fused-loss (burst_mcore.megatron.fused_loss)"
-        )
+        asks = f"the fused loss makes no logits, but something asks for their {name!r}"
+        raise AttributeError(f"{asks}: train without --burst-fused-loss")
 
 
 def fuse_loss(model: Any) -> None:
@@ -49,6 +48,8 @@ def fuse_loss(model: Any) -> None:
         return
     remat = getattr(model.output_layer, "gtp_remat_size", 1)
     judge(of_fused_loss(Settings(model.config, gtp_remat_size=remat)))
+    if hasattr(multi_token_prediction, _MTP_COUNT):
+        wrap(multi_token_prediction, _MTP_COUNT, _counting_deferred)
     object.__setattr__(model, "_burst_loss", _FusedLoss(model))  # not a submodule: it refers to the model
 
 
@@ -67,7 +68,6 @@ class _FusedLoss:
         model.compute_language_model_loss = self._language_model_loss
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
-        _count_without_logits()
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = self._signature.bind(model, *args, **kwargs).arguments
@@ -144,12 +144,8 @@ class _ToMainGrad(torch.autograd.Function):
         return weight.new_zeros(()).expand_as(weight), None
 
 
-def _count_without_logits() -> None:
-    """Patch the count of hits of multi-token prediction, which from 0.19 on reads logits."""
-    from megatron.core.transformer import multi_token_prediction
-
-    if hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"):
-        wrap(multi_token_prediction, "_compute_mtp_acceptance_counts", _counting_deferred)
+_MTP_COUNT = "_compute_mtp_acceptance_counts"
+"""Megatron's count of hits of multi-token prediction, which from 0.19 on reads logits."""
 
 
 @around

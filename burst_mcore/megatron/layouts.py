@@ -123,10 +123,9 @@ def refuse_other_layout(layout: Layout | str, packed: str = "documents") -> None
     if layout != _in_effect.layout or packed != _in_effect.packed:
         option = ", packed='whole'" * (packed == "whole")
         raise ValueError(
-            f"burst attention expects {Sharding(Layout.of(layout), packed)}, but Megatron shards sequences "
-            f"and rotary positions by {_in_effect} over the context-parallel group: call "
-            f"burst_mcore.megatron.layouts.use_layout('{layout}'{option}) before the model is built (the "
-            f"launcher and the patches do), and give both the same layout"
+            f"burst attention expects {Sharding(Layout.of(layout), packed)}, but Megatron shards by "
+            f"{_in_effect}: call burst_mcore.megatron.layouts.use_layout('{layout}'{option}) before the "
+            f"model is built (the launcher and the patches do)"
         )
 
 
@@ -268,8 +267,7 @@ def _sharded(x: Tensor, dim: int, group: Any) -> Tensor:
         return x
     if n % (divisor := layout.divisor(size)):
         raise ValueError(
-            f"layout {layout} over {size} ranks needs sequences of a multiple of {divisor} tokens, "
-            f"got {n} (--seq-length)"
+            f"layout {layout} over {size} ranks needs a multiple of {divisor} tokens, got {n} (--seq-length)"
         )
     return shard(x, dim, rank=group.rank(), size=size, layout=layout)
 

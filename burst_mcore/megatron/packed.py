@@ -50,15 +50,9 @@ def packing(params: Any, tokens: int, size: int, layout: Layout | str = ZIGZAG) 
         return None
     mode = getattr(params, "cp_partition_mode", None) or "zigzag"
     if size > 1 and layout != ZIGZAG and layout_of_packed() is None:
-        raise ValueError(
-            f"layout {layout} does not go with packed sequences, whose documents Megatron shards zigzag: use "
-            f"zigzag"
-        )
+        raise ValueError(f"layout {layout} does not go with packed sequences: Megatron shards them zigzag")
     if size > 1 and mode != "zigzag":
-        raise ValueError(
-            f"packed_seq_params have cp_partition_mode {mode!r}: burst attention takes packed documents that "
-            f"are sharded zigzag"
-        )
+        raise ValueError(f"packed_seq_params have cp_partition_mode {mode!r}: burst attention takes zigzag")
     tensors = [getattr(params, name, None) for name in CU_SEQLENS]
     for name, x in zip(CU_SEQLENS, tensors, strict=True):
         if not (isinstance(x, Tensor) or (x is None and name != CU_SEQLENS[0])):
@@ -71,15 +65,9 @@ def _is_packed(params: Any) -> bool:
     """Return whether q, k and v are [tokens, heads, dim] of documents; ValueError for contradictions."""
     ends = params.cu_seqlens_q
     if params.qkv_format not in ("thd", "sbhd"):
-        raise ValueError(
-            f"qkv_format of packed_seq_params must be 'thd', or 'sbhd' for one whole sequence, got "
-            f"{params.qkv_format!r}"
-        )
+        raise ValueError(f"qkv_format must be 'thd', or 'sbhd' for one sequence, got {params.qkv_format!r}")
     if params.qkv_format == "sbhd" and ends is not None and ends.numel() > 2:
-        raise ValueError(
-            f"packed documents must come in the format thd, but qkv_format is 'sbhd' with "
-            f"{ends.numel() - 1} documents in cu_seqlens_q"
-        )
+        raise ValueError(f"packed documents need format thd, got 'sbhd' with {ends.numel() - 1} documents")
     return bool(params.qkv_format == "thd")
 
 
@@ -118,10 +106,7 @@ def _packing(boundaries: Sequence[Tensor | None], tokens: int, size: int) -> Pac
     _refuse_other_keys(CU_SEQLENS[3], slots_of_keys, slots_of, slots)
     real, slots = _same_length(real, slots)
     if int(slots[-1]) > tokens:
-        raise ValueError(
-            f"the packed sequences end at {int(slots[-1])} (the last of cu_seqlens), but the "
-            f"{size} context-parallel ranks hold {tokens} tokens"
-        )
+        raise ValueError(f"documents end at {int(slots[-1])} (cu_seqlens), but ranks hold {tokens} tokens")
     too_long = (real.diff() > slots.diff()).nonzero().flatten().tolist()
     if too_long:
         document = too_long[0]
@@ -143,9 +128,8 @@ def _layout(ends: Tensor, size: int) -> Layout:
     illegal = (ends % (2 * size)).nonzero().flatten().tolist()
     if illegal:
         raise ValueError(
-            f"over {size} context-parallel ranks Megatron shards each document in {2 * size} chunks: "
-            f"documents must be padded to multiples of {2 * size} tokens (cu_seqlens_q_padded), but one ends "
-            f"at {int(ends[illegal[0]])}"
+            f"over {size} ranks Megatron shards each document in {2 * size} chunks: pad documents to "
+            f"multiples of {2 * size} tokens (cu_seqlens_q_padded), but one ends at {int(ends[illegal[0]])}"
         )
     return Layout("zigzag-documents", ends=tuple(ends.tolist()))
 

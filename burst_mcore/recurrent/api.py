@@ -20,9 +20,7 @@ def recurrence(kernel: Recurrence, tensors: Tensors, shards: Shards) -> Tensor:
     error of one rank reaches all ranks, unless no rank exchanges.
 
     Args:
-        kernel: the recurrence.
         tensors: of this rank's tokens, along the dim of the kernel, in the order of the shard.
-        shards: the sequence.
 
     Raises:
         ValueError: the tensors do not hold this rank's tokens; the layout separates neighbouring tokens, so
@@ -54,8 +52,6 @@ def convolution(
             as in. One call computes all fragments.
         x: this rank's tokens.
         width: the tokens that an output reads, its own included.
-        shards: the sequence.
-        dim: the dimension of tokens.
 
     Raises:
         ValueError, RuntimeError: as `recurrence`.

@@ -106,9 +106,7 @@ def bind(model: nn.Module, mixing: Callable[[], Mixing | None]) -> None:
     """Bind the functions of a model's mixers, in the modules of their classes. Idempotent.
 
     mixing: called when a forward makes the padding mask of its mixers; None leaves the forward unchanged.
-
-    Raises:
-        ValueError: a function takes no states.
+    Raises ValueError for a function that takes no states.
     """
     for mixer in {type(mixer) for mixer in mixers_of(model).values()}:
         module = sys.modules[mixer.__module__]
@@ -285,10 +283,7 @@ def _options(kernel: Function, values: dict[str, Any], cache: Sequence[str], *op
     """
     settings = {key for key, value in values.items() if value is not None and value is not False}
     if settings & {*cache}:
-        raise ValueError(
-            "a cache in a forward over shards or packed documents is not supported: each rank would keep the "
-            "state of its shard alone. Set use_cache=False"
-        )
+        raise ValueError("a cache in a forward over shards or documents is unsupported: set use_cache=False")
     name, parameters = kernels.signature_of(kernel)
     if others := (settings & {*parameters}) - {*options}:
         legal, illegal = ", ".join(options), ", ".join(sorted(others))

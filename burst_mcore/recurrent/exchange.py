@@ -160,11 +160,7 @@ def scanned(shards: Shards, states: States, maps: dict[Own, Map], *, backward: b
 def _posted(
     program: Program, transport: Transport, block: Callable[[Send | Recv], Buffer]
 ) -> Iterator[Action]:
-    """Post the messages of a program and wait for them; yield its other actions in order.
-
-    Raises:
-        RuntimeError: a message failed; it names its step and ranks.
-    """
+    """Post the messages of a program and wait for them; yield its other actions in order."""
     messages: list[tuple[Send | Recv, Buffer]] = []
     for action in program:
         if isinstance(action, (Send, Recv)):
@@ -177,8 +173,7 @@ def _posted(
                 peers = sorted({message.peer for message, _ in messages})
                 raise RuntimeError(
                     f"an exchange of states or tokens: the {action.channel} messages of step {action.step} "
-                    f"with ranks {peers} failed: a rank is gone or did not come in time; see for the first "
-                    f"error among the other ranks ({error})"
+                    f"with ranks {peers} failed: a rank is gone or late; see the ranks' first error ({error})"
                 ) from error
             messages = []
         else:
@@ -197,11 +192,7 @@ class Halo:
     """Whether autograd records the exchange: all ranks take part in backward, or none."""
 
     def carried(self, x: Tensor, rows: int, *, backward: bool) -> Tensor:
-        """Return `rows` rows: the halo, zero-filled; or `backward` the gradient of the shard.
-
-        Raises:
-            ValueError, RuntimeError: as `Shards.exchanging`.
-        """
+        """Return `rows` rows: the halo, zero-filled; or `backward` the gradient of the shard."""
         dim, parts = self.dim, list[tuple[range, Tensor]]()
         program = self.shards.halo(self.reach).programs[self.shards.topology.rank]
 

@@ -40,12 +40,7 @@ Chain = tuple[Fragment, ...]
 
 @lru_cache(maxsize=256)
 def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[Fragment, ...]:
-    """Return the fragments of all ranks, in the order of tokens.
-
-    Args:
-        layout: shards the sequence over `size` ranks.
-        tokens: of the whole sequence.
-        ends: cu_seqlens of its documents.
+    """Return the fragments of all `size` ranks, in the order of the `tokens` tokens of the whole sequence.
 
     Raises:
         ValueError: the layout shards neighbouring tokens to different ranks, or the documents do not end with
@@ -57,9 +52,8 @@ def fragments(layout: Layout, tokens: int, size: int, ends: Ends = ()) -> tuple[
     runs: list[list[int]] = layout.run_table(tokens, size).tolist()
     if any(step > 1 for *_, step in runs):
         raise ValueError(
-            f"layout {layout} shards neighbouring tokens to different ranks: a state or a row would rotate "
-            f"for each token of a recurrence or convolution. Choose zigzag, contiguous or "
-            f"block-striped:{128 * size}"
+            f"layout {layout} shards neighbouring tokens to different ranks: a state would rotate for each "
+            f"token of a recurrence. Choose zigzag, contiguous or block-striped:{128 * size}"
         )
     result, rows, borders = [], [0] * size, {*ends}
     for rank, first, last, _ in runs:

@@ -67,10 +67,8 @@ def check_states(kernel: Kernel, names: tuple[str, str]) -> None:
     """Check that a kernel's signature has the keywords for states. Raises ValueError."""
     name, parameters = signature_of(kernel)
     if absent := [name for name in names if name not in parameters]:
-        raise ValueError(
-            f"kernel {name} takes no {' or '.join(absent)}: states could not pass between ranks. Give a "
-            f"kernel whose signature names {' and '.join(names)}"
-        )
+        words = f"kernel {name} takes no {' or '.join(absent)}: states could not pass between ranks"
+        raise ValueError(f"{words}. Give one whose signature names {' and '.join(names)}")
 
 
 def _tensors(options: dict[str, Any]) -> Tensors:

@@ -52,7 +52,6 @@ def prepare_model(
         group: the ranks that share sequences.
         fused_loss: whether the LM head is fused with its loss.
         recompute: the policy of checkpointed layers; None leaves them as the user has set them.
-        towers: of `TOWERS`.
 
     Raises:
         UnsupportedError: the model cannot be supported.
@@ -86,11 +85,7 @@ def prepare_model(
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel:
-    """Return what `prepare_model` attached to a model.
-
-    Raises:
-        UnsupportedError: it was not prepared.
-    """
+    """Return what `prepare_model` attached to a model. Raises UnsupportedError if it was not prepared."""
     sequence = vars(model).get(SEQUENCE)
     if not isinstance(sequence, SequenceParallel):
         raise UnsupportedError("model", "prepare it by burst_mcore.deepspeed.initialize or parallelize")
@@ -98,11 +93,7 @@ def sequence_of(model: nn.Module) -> SequenceParallel:
 
 
 def _change(model: Any, size: int, fused_loss: bool, recompute: Policy | None) -> tuple[str, Any]:
-    """Set attention, loss and recompute of a model, without communication.
-
-    Returns:
-        Whose loss it is, and the model of transformers.
-    """
+    """Change a model, without communication; return (whose loss it is, the model of transformers)."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError("model", f"give the model itself, got {model!r}")
     inner = supported.use_burst(model, size, headless=not fused_loss)
@@ -138,9 +129,7 @@ def attach_checkpointing(model: Any, policy: Policy | None) -> None:
     """Make the layers of a model of transformers recompute by a policy instead of their own setting.
 
     With None the model has again what its user had set (`gradient_checkpointing_enable`), or nothing.
-
-    Raises:
-        UnsupportedError: the model does not support checkpointing.
+    Raises UnsupportedError for a model that does not support checkpointing.
     """
     for path, settings in vars(model).pop(CHECKPOINTING, {}).items():
         vars(model.get_submodule(path)).update(settings)

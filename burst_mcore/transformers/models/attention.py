@@ -179,10 +179,9 @@ def _read(function: Any, row: int, ends: tuple[int, ...]) -> Mask:
     """Return the mask of a row, whose documents are `ends`, that a function of transformers describes."""
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
     name = name.removeprefix("transformers.masking_utils.").split(".<locals>")[0]
-    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
-    variables = (
-        dict(zip(code.co_freevars, (cell.cell_contents for cell in closure), strict=True)) if code else {}
-    )
+    closure = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if closure else ()
+    variables = {variable: cell.cell_contents for variable, cell in zip(names, closure, strict=True)}
     match name:
         case "causal_mask_function":
             return Mask.causal()

@@ -36,13 +36,11 @@ DROPOUTS = {
 
 
 def use_burst(model: nn.Module, size: int, *, headless: bool = False) -> Any:
-    """Set attn_implementation="burst" on a causal LM of transformers; `size` ranks share a sequence.
+    """Set attn_implementation="burst" on the causal LM of transformers in `model`, and return that.
 
     Args:
+        size: how many ranks share a sequence.
         headless: whether a model that makes no loss is supported too.
-
-    Returns:
-        The model of transformers, where `model` wraps one.
 
     Raises:
         UnsupportedError: not a model of transformers, or one whose tokens meet elsewhere than in attention
