@@ -212,5 +212,5 @@ def integers_of(
     """Return the integers of every rank of a group, by rank, as many of each. Collective; device: of NCCL."""
     place = device or "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     table = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.int64, device=place)
-    dist.all_gather(list(table.unbind()), table.new_tensor(mine), group=group)
+    dist.all_gather(list(table.unbind()), torch.tensor([*mine], device=place), group=group)
     return table.tolist()

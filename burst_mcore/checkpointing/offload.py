@@ -23,7 +23,7 @@ class OnDevice:
     def take(self) -> SavedSuffix:
         """Return the saved tensors. Raises RecomputeError if one was modified in place."""
         if _versions(self._suffix.tensors) != self._versions:
-            raise RecomputeError("burst_attention's output was modified in place, but backward needs it")
+            raise RecomputeError("the output of burst_attention was modified in place, but backward reads it")
         return self._suffix
 
 

@@ -349,6 +349,8 @@ class Mask:
 
     def clipped(self, n: int) -> Mask:
         """Return the equal mask over n tokens, without window bounds longer than the sequence."""
+        if not any(isinstance(t, Window) and t.clipped(n) != t for t in self.terms):
+            return self
         shorter = (t.clipped(n) if isinstance(t, Window) else t for t in self.terms)
         return Mask(tuple(term for term in shorter if term is not None))
 
