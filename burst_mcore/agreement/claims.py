@@ -45,7 +45,7 @@ def numbers_of(
     uneven = AHEAD in hows and any(each != numbers[0] for each in numbers)
     if REFUSES in hows or uneven or len({*fields}) > 1:
         named = {"of call": str(claim.of_call), **claim.signature, **claim.details}
-        text = json.dumps([named, claim.error and claim.error[:4000]]).encode()
+        text = json.dumps([named, claim.error and claim.error[:4000]]).encode()  # 8 bytes a character
         longest = max(length for (length,) in exchange([len(text)]))
         everyones = [json.loads(bytes(row)) for row in exchange([*text.ljust(longest)])]
         errors = dict.fromkeys(error for _, error in everyones if error is not None)

@@ -52,7 +52,8 @@ def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
         RecomputeError: a second call outside of a backward; or as `checkpoint`.
     """
     if not isinstance(policy, Policy):
-        raise ValueError(f"policy must be Full, KeepAttention, Segment or Offload, got {brief(policy)}")
+        legal = "Full(), KeepAttention(), Segment(keep=...) or Offload(...)"
+        raise ValueError(f"policy must be {legal}, got {brief(policy)}")
     if not is_recorded(policy):
         return function
     record, has_run = Record(policy, _name(function)), False
@@ -65,8 +66,8 @@ def recorded(function: Callable[..., T], policy: Policy) -> Callable[..., T]:
             with record.forward():
                 return function(*args, **kwargs)
         if not in_backward():
-            words = f"a second forward of what was recorded for one ({record.name})"
-            raise RecomputeError(f"{words}: call recorded once for each call of the checkpoint function")
+            twice = f"{record.name} was recorded for one forward, and is called a second time"
+            raise RecomputeError(f"{twice}: call recorded once for each call of the checkpoint function")
         with record.recomputation():
             return function(*args, **kwargs)
 

@@ -23,7 +23,8 @@ class OnDevice:
     def take(self) -> SavedSuffix:
         """Return the saved tensors. Raises RecomputeError if one was modified in place."""
         if _versions(self._suffix.tensors) != self._versions:
-            raise RecomputeError("the output of burst_attention was modified in place, but backward reads it")
+            advice = "do not write to it: backward reads it"
+            raise RecomputeError(f"the output of burst_attention was modified in place: {advice}")
         return self._suffix
 
 

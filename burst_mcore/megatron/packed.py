@@ -50,7 +50,8 @@ def packing(params: Any, tokens: int, size: int, layout: Layout | str = ZIGZAG) 
         return None
     mode = getattr(params, "cp_partition_mode", None) or "zigzag"
     if size > 1 and layout != ZIGZAG and layout_of_packed() is None:
-        raise ValueError(f"layout {layout} does not go with packed sequences: Megatron shards them zigzag")
+        advice = "use zigzag, as Megatron shards their documents"
+        raise ValueError(f"layout {layout} does not go with packed sequences: {advice}")
     if size > 1 and mode != "zigzag":
         raise ValueError(f"packed_seq_params have cp_partition_mode {mode!r}: burst attention takes zigzag")
     tensors = [getattr(params, name, None) for name in CU_SEQLENS]

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["burst_mcore", "burst_plan", "burst_bench"]
 """Lowest first: each imports those before it, never those after it."""
-BUDGET = {"burst_mcore": 24419, "burst_plan": 6989, "burst_bench": 5990}
+BUDGET = {"burst_mcore": 24422, "burst_plan": 6989, "burst_bench": 5990}
 """Lines of Python at most. A number changes only with its reason and its figure in decisions.md."""
 FILES = 14
 """Files of a folder at most, besides __init__.py."""
