@@ -155,7 +155,7 @@ def _watch_kernel(rank, at, act):
 
 
 def _told(rank, size, intra, config):
-    """The error of a call, and after how long it came; the error of the call behind it."""
+    """The error of a call, with its cause, and after how long it came; that of the call behind it."""
     topology = Topology.from_group(dist.group.WORLD, intra_size=intra)
     dist.barrier, found = (
         lambda: None,
@@ -165,7 +165,7 @@ def _told(rank, size, intra, config):
         start = time.monotonic()
         with pytest.raises((MemoryError, RuntimeError, ValueError)) as caught:
             own_results(problem(0, 16 * size, heads=4), Mask.full(), rank, size, config, topology)
-        found.append((str(caught.value), time.monotonic() - start))
+        found.append((f"{caught.value} <- {caught.value.__cause__}", time.monotonic() - start))
     return found
 
 
