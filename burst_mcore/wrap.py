@@ -27,9 +27,9 @@ def wrap_everywhere(module: Any, name: str, make: Callable[[Callable[..., Any]],
     original = vars(module)[name]
     wrap(module, name, make)
     wrapper = vars(module)[name]
-    for importer in [each for place, each in list(sys.modules.items()) if place.split(".")[0] not in _BELOW]:
-        names = [key for key, value in list(getattr(importer, "__dict__", {}).items()) if value is original]
-        for key in names:
+    modules = [] if wrapper is original else list(sys.modules.items())  # to look at all takes 20 ms
+    for importer in [each for place, each in modules if place.split(".")[0] not in _BELOW]:
+        for key in [key for key, value in [*getattr(importer, "__dict__", {}).items()] if value is original]:
             setattr(importer, key, wrapper)
 
 
