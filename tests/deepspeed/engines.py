@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 
-import deepspeed
+import deepspeed.module_inject.auto_ep_layer  # here once, with what they import, for ranks that are forked
+import deepspeed.ops.op_builder.all_ops
+import deepspeed.runtime.sequence_parallel.ulysses_sp
+import deepspeed.runtime.zero.muon.muon_optimizer
+import setuptools  # noqa: F401
 import torch
 import torch.distributed as dist
 from causal_lms import TINY, VOCABULARY, dataset, model_of, plain_loss, worst

@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,22 +164,14 @@ def torchrun(size: int, *words: object, cwd: Path) -> subprocess.CompletedProces
     )
 
 
-class Mailboxes:
-    """What the threads of one simulated ring share."""
-
-    def __init__(self) -> None:
-        self.boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
-        self.lock = threading.Lock()
-
-    def box(self, key: Any) -> queue.Queue[Any]:
-        with self.lock:
-            return self.boxes[key]
+Mailboxes = partial(defaultdict, queue.Queue)
+"""Makes what the threads of one simulated ring share: queues, by ranks, link and kind of message."""
 
 
 class MailboxTransport:
     """A ring's Transport between threads of one process. A message is copied when it is posted."""
 
-    def __init__(self, mail: Mailboxes, rank: int) -> None:
+    def __init__(self, mail: dict[Any, queue.Queue[Any]], rank: int) -> None:
         self.mail, self.rank = mail, rank
         self.sent: Counter[int] = Counter()  # bytes, by peer
         self.abandoned: list[Any] = []
@@ -187,11 +180,11 @@ class MailboxTransport:
         works = []
         for action, block in messages:
             if type(action).__name__ == "Send":
-                box = self.mail.box((self.rank, action.peer, channel.link, channel.kind))
+                box = self.mail[self.rank, action.peer, channel.link, channel.kind]
                 box.put([tensor.clone() for tensor in block])
                 self.sent[action.peer] += sum(tensor.nbytes for tensor in block)
             else:
-                box = self.mail.box((action.peer, self.rank, channel.link, channel.kind))
+                box = self.mail[action.peer, self.rank, channel.link, channel.kind]
                 works.append(_Arrival(box, block))
         return works
 
@@ -203,25 +196,40 @@ class _Arrival:
             spoil(tensor)
 
     def wait(self) -> None:
-        messages = limits.taken(self.box, failed=getattr(_ring, "failed", None))
+        with others_turn():
+            messages = limits.taken(self.box, failed=_ring.failed)
         for tensor, message in zip(self.into, messages, strict=True):
             tensor.copy_(message)
 
 
 _ring = threading.local()
-"""Of a thread of `threads`: the event that one of them has failed, for which the others do not wait."""
+"""Of a thread of `threads`: the event that one has failed, for which others do not wait, and its turn."""
+
+
+@contextlib.contextmanager
+def others_turn() -> Iterator[None]:
+    """While a thread of `threads` waits, another runs."""
+    _ring.turn.release()
+    try:
+        yield
+    finally:
+        _ring.turn.acquire()
 
 
 def threads(size: int, function: Callable[[int], Any]) -> list[Any]:
-    """function(rank) in `size` threads; their results by rank. The first error is raised here."""
+    """function(rank) in `size` threads, one at a time; their results by rank. The first error is raised here.
+
+    Threads that all run wake each other at every operation of torch: that takes four times the CPU seconds.
+    """
     found: dict[int, Any] = {}
     errors: list[BaseException] = []
-    failed = threading.Event()
+    failed, turn = threading.Event(), threading.Lock()
 
     def run(rank: int) -> None:
-        _ring.failed = failed
+        _ring.failed, _ring.turn = failed, turn
         try:
-            found[rank] = function(rank)
+            with turn:
+                found[rank] = function(rank)
         except BaseException as error:
             errors.append(error)
             failed.set()

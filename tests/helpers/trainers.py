@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers.trainer  # noqa: F401 - here once, with what it imports, for ranks that are forked
 from causal_lms import VOCABULARY, hybrid_of, model_of
 
 METRICS = {"SFT": "mean_token_accuracy", "DPO": "rewards/margins", "KTO": "kl"}

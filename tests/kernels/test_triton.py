@@ -4,7 +4,6 @@ import math
 import os
 import random
 import sys
-import threading
 from dataclasses import replace
 from itertools import product
 
@@ -23,7 +22,7 @@ from burst_mcore.attention.geometry.shard import Placement
 from burst_mcore.attention.geometry.tiles import tiles_of
 from burst_mcore.attention.kernels import blocks
 from burst_mcore.attention.kernels import triton as ours
-from burst_mcore.attention.kernels.kernel import BackwardInputs, InPlace, Problem, Scores
+from burst_mcore.attention.kernels.kernel import BackwardInputs, Problem, Scores
 from burst_mcore.attention.kernels.reference import KERNEL as REFERENCE
 from burst_mcore.attention.kernels.table import KERNELS
 from burst_mcore.attention.numerics.rowwise import row_delta
@@ -40,14 +39,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(ours, "launch", lambda name, *given: ours.Launch(16, 32, 4, 1))
 
 
-SHAPES = [(2, 1, 16, 16), (2, 1, 24, 8), (2, 2, 192, 128)]
-"""Query and K/V heads, head dims of keys and of values; the last are MLA's."""
+CAUSAL, FULL = Mask.causal(), Mask.full()
+CELLS = [*product([(2, 1, 16, 16), (2, 1, 24, 8)], [CAUSAL, FULL]), ((2, 2, 192, 128), CAUSAL)]
+"""Query and K/V heads, head dims of keys and of values; the last are MLA's. And masks."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", [Mask.causal(), Mask.full()], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_equals_float64_within_its_dtype(dtype, kind, shape):
+@pytest.mark.parametrize(("shape", "kind"), CELLS, ids=str)
+def test_it_equals_float64_within_its_dtype(dtype, shape, kind):
     heads, kv_heads, dim, value_dim = shape
     p = problem(
         0, 40, batch=2, heads=heads, kv_heads=kv_heads, head_dim=dim, value_dim=value_dim, dtype=dtype
@@ -171,22 +170,6 @@ def test_what_is_not_finite_stays_in_its_document(seed):
             torch.testing.assert_close(got[:, others], want[:, others], msg=name)
 
 
-@pytest.fixture
-def on_threads(monkeypatch):
-    """Ranks are threads, and the interpreter has one state for all: one at a time calls the kernel."""
-    lock = threading.Lock()
-
-    def alone(function):
-        def call(*args, **kwargs):
-            with lock:
-                return function(*args, **kwargs)
-
-        return call
-
-    kernel = replace(KERNEL, in_place=InPlace(*map(alone, KERNEL.in_place)), forward=alone(KERNEL.forward))
-    monkeypatch.setitem(KERNELS, "triton", replace(kernel, backward=alone(KERNEL.backward)))
-
-
 ON_RINGS = [
     (Mask.causal(), "zigzag", Route(1, 3)),
     (Mask.causal() & Mask.documents([0, 7, 30, 48]), "contiguous", Route(2, 2)),
@@ -197,7 +180,6 @@ ON_RINGS = [
 ]
 
 
-@pytest.mark.usefixtures("on_threads")
 @pytest.mark.parametrize(
     ("at", "direction", "deterministic"),
     crossed(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from dense import assert_as_exact_as, dense, problem, single_kernel
 from masks import MASKS, layouts
-from ranks import MailboxTransport, processes, spoil
+from ranks import MailboxTransport, others_turn, processes, spoil
 from sharded import own_results, whole_results
 from test_simulation import simulate
 from torch.distributed.distributed_c10d import _get_default_store
@@ -92,11 +92,12 @@ class ChaosTransport(MailboxTransport):
         self.draw = random.Random(rank)
 
     def post(self, channel, messages):
-        time.sleep(self.draw.random() * 0.004)
+        with others_turn():
+            time.sleep(self.draw.random() * 0.004)
         works = []
         for action, block in messages:
             ends = (self.rank, action.peer) if isinstance(action, Send) else (action.peer, self.rank)
-            box = self.mail.box((*ends, channel.link, channel.kind))
+            box = self.mail[(*ends, channel.link, channel.kind)]
             if isinstance(action, Send):
                 works.append(_Sent(queue.Queue()))
                 box.put((block, works[-1].taken))
@@ -112,7 +113,8 @@ class _Sent:
         self.taken = taken
 
     def wait(self):
-        limits.taken(self.taken)
+        with others_turn():
+            limits.taken(self.taken)
 
 
 class _Late:
@@ -120,8 +122,9 @@ class _Late:
         self.box, self.into, self.seconds = box, into, seconds
 
     def wait(self):
-        time.sleep(self.seconds)
-        sent, taken = limits.taken(self.box)
+        with others_turn():
+            time.sleep(self.seconds)
+            sent, taken = limits.taken(self.box)
         for tensor, message in zip(self.into, sent, strict=True):
             tensor.copy_(message)
         taken.put(True)

@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from burst_mcore.scripts import launch
 from burst_mcore.torch import parallelize
 
 HEADS, HEAD_DIM = 3, 8  # 3 heads: 2 ranks cannot share them
@@ -197,6 +198,9 @@ def test_a_command_that_starts_ranks_itself(tmp_path):
     assert done.returncode == 7
 
 
-def test_the_launcher_without_a_script(tmp_path):
-    done = _launched("-m", "missing.module", folder=tmp_path)
-    assert done.returncode != 0 and "no such" in done.stderr and "Traceback" not in done.stderr
+def test_the_launcher_without_a_script(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for words, said in (("no.py",), "no such script: no.py"), (("-m", "no.module"), "no such module: no.mod"):
+        monkeypatch.setattr(sys, "argv", ["burst_mcore.torch", *words])
+        with pytest.raises(SystemExit, match=f"^burst_mcore.torch: {said}"):
+            launch("burst_mcore.torch", lambda: None)

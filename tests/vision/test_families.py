@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from equal import compared
-from families import FOURTEEN
+from families import FOURTEEN, class_of
 from ranks import processes
 from zoo import WITH_IMAGES, everything
 from zoo_of_images import NAMES, TIMM, outcomes
@@ -17,6 +17,7 @@ VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision", "llava_next_v
 
 
 def check(size, names, case="plain", **options):
+    assert all(map(class_of, names))  # which imports their files, here once: ranks are forked
     for found in processes(size, compared, names, case, options):
         assert found.keys() == set(names)
         for name, (loss, gradient, where) in found.items():

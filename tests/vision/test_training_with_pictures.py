@@ -172,14 +172,16 @@ def check(found, want):
 
 @pytest.mark.parametrize("way", [0, 1, 2, 3, "fsdp", "ddp"])
 def test_loops(way):
-    pytest.importorskip("deepspeed" if isinstance(way, int) else "torch")
-    check(processes(2, trained, "qwen3_vl", way), one_process("qwen3_vl"))
+    pytest.importorskip("engines" if isinstance(way, int) else "torch")
+    want = one_process("qwen3_vl")
+    check(processes(2, trained, "qwen3_vl", way), want)
 
 
 @pytest.mark.parametrize("way", [3, "fsdp"])
 def test_loops_on_two_groups(way):
-    pytest.importorskip("deepspeed" if isinstance(way, int) else "torch")
-    check(processes(4, trained, "gemma3", way), one_process("gemma3", 2))
+    pytest.importorskip("engines" if isinstance(way, int) else "torch")
+    want = one_process("gemma3", 2)
+    check(processes(4, trained, "gemma3", way), want)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_loops_on_two_groups(way):
     [("SFT", "deepspeed"), ("SFT", "fsdp"), pytest.param("Trainer", "fsdp", marks=pytest.mark.slow)],
 )
 def test_trainers_with_two_images_a_row(tmp_path, kind, way):
-    pytest.importorskip("deepspeed" if way == "deepspeed" else "accelerate")
-    pytest.importorskip("trl")
+    pytest.importorskip("engines" if way == "deepspeed" else "accelerate")
+    pytest.importorskip("trl.trainer.sft_trainer")
     (want,) = processes(1, by_trainer, str(tmp_path), kind, "alone")
     check(processes(2, by_trainer, str(tmp_path), kind, way), want)
